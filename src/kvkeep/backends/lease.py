@@ -1,0 +1,76 @@
+"""Lease: pins on chunks, held by one request until it gives them back or its deadline passes.
+
+A lease is the promise behind an answered lookup (spec 1.16). It holds the pinned objects themselves, not their keys, so
+giving it back can never unpin somebody else's chunk. Callable from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvkeep.keys import ChunkKey
+
+if TYPE_CHECKING:
+    from kvkeep.backends.base import StorageBackendInterface
+    from kvkeep.memory.base import MemoryObj
+
+
+class Lease:
+    """Pinned chunks with an owner and a deadline. Giving it back twice does nothing."""
+
+    def __init__(self, owner: str, deadline: float) -> None:
+        """An empty lease.
+
+        Args:
+            owner: the request it belongs to.
+            deadline: value of ``time.monotonic()`` after which it may be taken back.
+        """
+        self.owner = owner
+        self.deadline = deadline
+        self._lock = threading.Lock()
+        self._pins: list[tuple[StorageBackendInterface, ChunkKey, MemoryObj]] = []  # by _lock
+        self._by_key: dict[ChunkKey, MemoryObj] = {}  # guarded by _lock
+        self._released = False  # guarded by _lock
+
+    def add(self, backend: StorageBackendInterface, key: ChunkKey, obj: MemoryObj) -> bool:
+        """Become the owner of a pin on ``obj`` that ``backend`` has just taken.
+
+        Returns:
+            False if the lease was given back already; the caller then keeps the pin.
+        """
+        with self._lock:
+            if self._released:
+                return False
+            self._pins.append((backend, key, obj))
+            self._by_key[key] = obj
+            return True
+
+    def get(self, key: ChunkKey) -> MemoryObj | None:
+        """The pinned object of ``key`` with a new reference for the caller, or None."""
+        with self._lock:
+            obj = self._by_key.get(key)
+            if obj is not None:
+                obj.ref_count_up()
+            return obj
+
+    def __len__(self) -> int:
+        """Number of pins held."""
+        with self._lock:
+            return len(self._pins)
+
+    def expired(self, now: float) -> bool:
+        """The deadline has passed at ``now`` (``time.monotonic()``)."""
+        return now >= self.deadline
+
+    def release(self) -> None:
+        """Unpin everything and let the backends note what was used (``touch_cache``)."""
+        with self._lock:
+            pins, self._pins = self._pins, []
+            self._by_key = {}
+            self._released = True
+        per_backend: dict[int, tuple[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]]] = {}
+        for backend, key, obj in pins:
+            per_backend.setdefault(id(backend), (backend, []))[1].append((key, obj))
+        for backend, entries in per_backend.values():
+            backend.batched_unpin(entries)

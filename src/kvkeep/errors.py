@@ -1,0 +1,91 @@
+"""Every exception that kvkeep raises, in one small tree.
+
+Expected outcomes (a miss, no room, not yet) are values, not exceptions. What stands here is broken:
+a wrong argument, a wrong setting, a backend that failed.
+
+    KVKeepError
+    ├── ConfigError(ValueError)      a setting is unknown, malformed or contradicts another one
+    ├── IdentityError(ValueError)    a CacheIdentity is incomplete or malformed
+    ├── TokenError(ValueError)       token ids are negative, too wide or of the wrong shape
+    ├── MaskError(ValueError)        a mask is not "False... then True..." on a chunk border
+    ├── LayoutError(ValueError)      a KV layout is unknown, unsupported or failed its self-test
+    ├── OwnershipError(RuntimeError) a reference or pin was given back twice, or used after the end
+    ├── BackendError(RuntimeError)   a backend failed; carries backend, operation and key
+    │   └── BackendTimeoutError      ... because its deadline passed
+    ├── LookupServiceError(RuntimeError)  the lookup server answered with an error or not at all
+    └── MissingExtraError(ImportError)    an optional dependency is not installed; names the extra
+"""
+
+from __future__ import annotations
+
+
+class KVKeepError(Exception):
+    """Base of all of kvkeep's exceptions."""
+
+
+class ConfigError(KVKeepError, ValueError):
+    """A setting is unknown, malformed or contradicts another one."""
+
+
+class IdentityError(KVKeepError, ValueError):
+    """A CacheIdentity is incomplete or malformed."""
+
+
+class TokenError(KVKeepError, ValueError):
+    """Token ids are negative, over-wide or of a wrong shape or type."""
+
+
+class MaskError(KVKeepError, ValueError):
+    """A mask is not a run of False, then a run of True, on a chunk border."""
+
+
+class LayoutError(KVKeepError, ValueError):
+    """A KV layout is unknown, unsupported or does not survive its self-test."""
+
+
+class OwnershipError(KVKeepError, RuntimeError):
+    """A reference or pin was released twice, or memory was used after it was given back."""
+
+
+class BackendError(KVKeepError, RuntimeError):
+    """A storage backend failed.
+
+    Args:
+        message: what went wrong.
+        backend: name of the backend.
+        operation: the verb that failed (``put``, ``get``, ...).
+        key: the chunk key concerned, if one is.
+    """
+
+    def __init__(
+        self, message: str, *, backend: str, operation: str, key: bytes | None = None
+    ) -> None:
+        where = f"{backend}.{operation}"
+        if key is not None:
+            where += f"({key.hex()[:16]})"
+        super().__init__(f"{where}: {message}")
+        self.backend = backend
+        self.operation = operation
+        self.key = key
+
+
+class BackendTimeoutError(BackendError):
+    """A storage backend did not answer before its deadline."""
+
+
+class LookupServiceError(KVKeepError, RuntimeError):
+    """The lookup server answered with an error, or not at all."""
+
+
+class MissingExtraError(KVKeepError, ImportError):
+    """An optional dependency is not installed.
+
+    Args:
+        feature: what needs it.
+        extra: the name of the extra that brings it.
+    """
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f"{feature} needs an optional package: pip install 'kvkeep[{extra}]'")
+        self.feature = feature
+        self.extra = extra

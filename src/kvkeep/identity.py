@@ -1,0 +1,134 @@
+"""CacheIdentity: everything that must match before KV bytes are interchangeable.
+
+It is hashed into the root of every key chain (docs/formats.md), so no call site can forget the LoRA, the
+salt or the layout. Level 0: no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from kvkeep.errors import IdentityError
+from kvkeep.layout import KVLayout
+
+#: Name of the key derivation; a change of docs/formats.md section 1 changes it.
+HASH_SCHEME = "kvkeep-sha256-v1"
+
+#: Prefix of the request_configs entries that are part of the identity (spec 2.6).
+TAG_PREFIX = "kvkeep.tag."
+
+
+def _encode(value: object) -> bytes:
+    """One unambiguous binary form: a type letter, a length, the content (docs/formats.md 1.1)."""
+    if value is None:
+        return b"N"
+    if isinstance(value, bool):
+        return b"T" if value else b"F"
+    if isinstance(value, int):
+        text = str(value).encode()
+        return b"i%d:" % len(text) + text
+    if isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        return b"s%d:" % len(text) + text
+    if isinstance(value, bytes):
+        return b"b%d:" % len(value) + value
+    if isinstance(value, tuple):
+        return b"l%d:" % len(value) + b"".join(_encode(item) for item in value)
+    if isinstance(value, KVLayout):
+        groups = tuple((g.name, g.num_layers, g.layer_page_bytes) for g in value.groups)
+        return _encode(
+            (
+                "layout",
+                str(value.fmt),
+                value.dtype,
+                value.page_size,
+                groups,
+                value.num_kv_heads,
+                value.head_size,
+                value.engine,
+            )
+        )
+    raise IdentityError(f"cannot encode {type(value).__name__} {value!r} into an identity")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """What produced the KV bytes, besides the tokens.
+
+    Attributes:
+        model: name of the model, as the engine was given it.
+        revision: revision, or a fingerprint of weights and config. Never empty: two revisions of
+            one name have different KV.
+        layout: the declared layout, with page size, KV dtype and what opaque page bytes depend on.
+        chunk_size: tokens in a full chunk.
+        rank: this worker's rank; 0 where the KV is the same on every rank.
+        world_size: number of ranks that share the KV of one token; 1 likewise.
+        lora: name and fingerprint of the LoRA adapter, empty for none.
+        salt: cache salt of the tenant, empty for none.
+        tags: (name, value) pairs, sorted by name.
+        scheme: name of the hash scheme.
+    """
+
+    model: str
+    revision: str
+    layout: KVLayout
+    chunk_size: int = 256
+    rank: int = 0
+    world_size: int = 1
+    lora: str = ""
+    salt: str = ""
+    tags: tuple[tuple[str, str], ...] = ()
+    scheme: str = field(default=HASH_SCHEME)
+
+    def __post_init__(self) -> None:
+        if not self.model or not self.revision:
+            raise IdentityError("an identity needs a model name and a revision or fingerprint")
+        if self.chunk_size < 1:
+            raise IdentityError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise IdentityError(f"rank {self.rank} is outside of 0..{self.world_size - 1}")
+        names = [name for name, _ in self.tags]
+        if names != sorted(set(names)):
+            raise IdentityError(f"tags must be sorted by name and unique, got {names}")
+
+    def encode(self) -> bytes:
+        """The canonical bytes that are hashed into the root of a key chain."""
+        items = tuple((f.name, getattr(self, f.name)) for f in fields(self))
+        return _encode(("kvkeep.identity", items))
+
+    def root(self) -> bytes:
+        """The 32-byte root of every key chain of this identity."""
+        return hashlib.sha256(b"kvkeep root\0" + self.encode()).digest()
+
+    def digest(self) -> bytes:
+        """32 bytes that stand for this identity in headers of stored chunks."""
+        return hashlib.sha256(b"kvkeep identity\0" + self.encode()).digest()
+
+    def for_request(
+        self,
+        *,
+        salt: str = "",
+        lora: str = "",
+        request_configs: Mapping[str, object] | None = None,
+    ) -> CacheIdentity:
+        """This identity with what one request adds: its salt, its adapter and its tags.
+
+        Args:
+            salt: the request's cache salt; empty keeps the base identity's.
+            lora: the request's adapter; empty keeps the base identity's.
+            request_configs: entries named ``kvkeep.tag.NAME`` become tags; others are ignored.
+        """
+        tags = dict(self.tags)
+        for name, value in (request_configs or {}).items():
+            if name.startswith(TAG_PREFIX):
+                tags[name[len(TAG_PREFIX) :]] = str(value)
+        if not salt and not lora and len(tags) == len(self.tags) and tags == dict(self.tags):
+            return self
+        return replace(
+            self,
+            salt=salt or self.salt,
+            lora=lora or self.lora,
+            tags=tuple(sorted(tags.items())),
+        )

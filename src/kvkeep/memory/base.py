@@ -1,0 +1,263 @@
+"""Pool memory: MemoryObj, and what an allocator promises.
+
+A MemoryObj is a view of pool memory with a reference count and a pin count. It goes back to its allocator exactly
+when both are zero. Nobody outside ``memory/`` and ``backends/local_cpu.py`` counts by hand: everybody else uses
+:class:`kvkeep.memory.ownership.References` or a lease. Callable from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvkeep.errors import OwnershipError
+from kvkeep.layout import MemoryFormat
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryObjMetadata:
+    """What a memory object holds.
+
+    Attributes:
+        shape: logical shape, in the order that ``fmt`` names.
+        dtype: element type.
+        fmt: arrangement of the bytes.
+        size_bytes: number of bytes used, the product of shape and element size.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fmt: MemoryFormat
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What :meth:`MemoryAllocatorInterface.memcheck` proved.
+
+    Attributes:
+        capacity_bytes: size of the pool.
+        used_bytes: bytes handed out, padding included.
+        free_bytes: bytes that can be handed out; used + free = capacity.
+        num_objects: living memory objects.
+    """
+
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+    num_objects: int
+
+
+class MemoryObj:
+    """A view of pool memory that is given back when nobody references or pins it.
+
+    It starts with one reference, which belongs to whoever allocated it.
+    """
+
+    __slots__ = ("_allocator", "_array", "_pins", "_refs", "metadata", "offset")
+
+    def __init__(
+        self,
+        allocator: MemoryAllocatorInterface,
+        offset: int,
+        array: npt.NDArray[np.uint8],
+        metadata: MemoryObjMetadata,
+    ) -> None:
+        """Called by allocators only.
+
+        Args:
+            allocator: where the memory goes back to.
+            offset: position of the first byte in the allocator's pool.
+            array: the bytes, one-dimensional, ``metadata.size_bytes`` long.
+            metadata: what they hold.
+        """
+        self._allocator = allocator
+        self._array: npt.NDArray[np.uint8] | None = array
+        self._refs = 1  # guarded by _allocator.count_lock
+        self._pins = 0  # guarded by _allocator.count_lock
+        self.metadata = metadata
+        self.offset = offset
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes, one-dimensional.
+
+        Raises:
+            OwnershipError: the memory was given back.
+        """
+        if self._array is None:
+            raise OwnershipError(f"memory at offset {self.offset} was used after it was given back")
+        return self._array
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A view of ``metadata.shape`` and ``metadata.dtype``; KV_2LTD and KV_MLA_FMT are strided
+        views, since memory is layer-major."""
+        meta = self.metadata
+        flat = torch.from_numpy(self.array).view(meta.dtype)
+        if meta.fmt in (MemoryFormat.KV_2LTD, MemoryFormat.KV_MLA_FMT):
+            first, layers, *rest = meta.shape
+            return flat.view(layers, first, *rest).transpose(0, 1)
+        return flat.view(meta.shape)
+
+    @property
+    def byte_array(self) -> memoryview:
+        """The bytes as a writable memoryview, for files and sockets."""
+        return memoryview(self.array)
+
+    @property
+    def size_bytes(self) -> int:
+        """Number of bytes used."""
+        return self.metadata.size_bytes
+
+    @property
+    def is_alive(self) -> bool:
+        """The memory was not given back yet."""
+        return self._array is not None
+
+    @property
+    def ref_count(self) -> int:
+        """References held."""
+        return self._refs
+
+    @property
+    def pin_count(self) -> int:
+        """Pins held."""
+        return self._pins
+
+    @property
+    def is_pinned(self) -> bool:
+        """At least one pin is held."""
+        return self._pins > 0
+
+    def ref_count_up(self) -> None:
+        """Take one more reference.
+
+        Raises:
+            OwnershipError: the memory was given back.
+        """
+        with self._allocator.count_lock:
+            self._check_alive()
+            self._refs += 1
+
+    def ref_count_down(self) -> None:
+        """Give one reference back; the last one frees the memory unless it is pinned.
+
+        Raises:
+            OwnershipError: no reference is held.
+        """
+        with self._allocator.count_lock:
+            if self._refs < 1:
+                raise OwnershipError(f"reference to memory at {self.offset} was released twice")
+            self._refs -= 1
+            ended = self._end_if_unused()
+        self._allocator.note_release(self if ended else None)
+
+    def pin(self) -> None:
+        """Keep the memory from being evicted or reused.
+
+        Raises:
+            OwnershipError: the memory was given back.
+        """
+        with self._allocator.count_lock:
+            self._check_alive()
+            self._pins += 1
+
+    def unpin(self) -> None:
+        """Give one pin back; frees the memory if no reference is held either.
+
+        Raises:
+            OwnershipError: no pin is held.
+        """
+        with self._allocator.count_lock:
+            if self._pins < 1:
+                raise OwnershipError(f"pin on memory at {self.offset} was released twice")
+            self._pins -= 1
+            ended = self._end_if_unused()
+        self._allocator.note_release(self if ended else None)
+
+    def _check_alive(self) -> None:
+        if self._array is None:
+            raise OwnershipError(f"memory at offset {self.offset} was used after it was given back")
+
+    def _end_if_unused(self) -> bool:
+        if self._refs or self._pins:
+            return False
+        self._array = None
+        return True
+
+    def __repr__(self) -> str:
+        meta = self.metadata
+        return (
+            f"MemoryObj(offset={self.offset}, {meta.fmt}, shape={tuple(meta.shape)}, "
+            f"refs={self._refs}, pins={self._pins})"
+        )
+
+
+class MemoryAllocatorInterface(ABC):
+    """Hands out memory objects from one pool. All methods may be called from any thread.
+
+    Subclasses set ``count_lock`` (guards the counts of their objects) before they hand out the
+    first object.
+    """
+
+    #: Guards the reference and pin counts of this allocator's objects. Held for counting only.
+    count_lock: threading.Lock
+
+    @abstractmethod
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, fmt: MemoryFormat = MemoryFormat.KV_2LTD
+    ) -> MemoryObj | None:
+        """One object with one reference, or None if there is no room now.
+
+        Raises:
+            ValueError: the shape has no or a negative size.
+        """
+
+    @abstractmethod
+    def batched_allocate(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        batch_size: int,
+        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
+    ) -> list[MemoryObj] | None:
+        """``batch_size`` objects of one shape, or None if there is no room for all of them."""
+
+    @abstractmethod
+    def note_release(self, ended: MemoryObj | None) -> None:
+        """A reference or pin was given back; called by MemoryObj alone, without a lock held.
+
+        Takes the memory of ``ended`` back if it is given, and wakes :meth:`wait_for_release`.
+        """
+
+    @property
+    @abstractmethod
+    def release_count(self) -> int:
+        """Number of releases so far; grows with every call of :meth:`note_release`."""
+
+    @abstractmethod
+    def wait_for_release(self, seen: int, timeout_s: float) -> bool:
+        """Wait until ``release_count`` differs from ``seen``; False if the time is over first."""
+
+    @abstractmethod
+    def can_ever_fit(self, size_bytes: int, batch_size: int = 1) -> bool:
+        """An empty pool would have room for ``batch_size`` objects of ``size_bytes``."""
+
+    @abstractmethod
+    def memcheck(self) -> MemoryReport:
+        """Prove that used plus free is everything and that no two objects overlap.
+
+        Raises:
+            OwnershipError: they do not; the message says where.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the pool back to the system. Objects still alive become invalid."""

@@ -1,0 +1,53 @@
+"""CachePolicy: in which order chunks are evicted.
+
+A policy owns the mapping that a backend keeps its entries in, and is told about every put, hit and eviction.
+The backend calls it with its lock held; a policy has no lock and starts no thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, MutableMapping
+from typing import ClassVar, Generic, TypeVar
+
+from kvkeep.keys import ChunkKey
+
+V = TypeVar("V")
+
+
+class CachePolicy(ABC, Generic[V]):
+    """Order of eviction. Every call except get_evict_candidates is O(1) or O(log n)."""
+
+    #: Name in the settings, in lower case.
+    name: ClassVar[str]
+
+    @abstractmethod
+    def init_mutable_mapping(self) -> MutableMapping[ChunkKey, V]:
+        """A new, empty mapping for the backend's entries (its ``hot_cache``)."""
+
+    @abstractmethod
+    def update_on_put(self, key: ChunkKey) -> None:
+        """``key`` was just inserted into the mapping."""
+
+    @abstractmethod
+    def update_on_hit(self, key: ChunkKey, mapping: MutableMapping[ChunkKey, V]) -> None:
+        """``key``, which is in the mapping, was used."""
+
+    @abstractmethod
+    def update_on_force_evict(self, key: ChunkKey) -> None:
+        """``key`` was just removed from the mapping, by eviction or on purpose."""
+
+    @abstractmethod
+    def get_evict_candidates(
+        self,
+        mapping: MutableMapping[ChunkKey, V],
+        num_candidates: int,
+        can_evict: Callable[[V], bool],
+    ) -> list[ChunkKey]:
+        """Up to ``num_candidates`` keys to evict next, best first. Without side effects.
+
+        Args:
+            mapping: the mapping from :meth:`init_mutable_mapping`.
+            num_candidates: how many are wanted; fewer are returned if fewer can be evicted.
+            can_evict: False for entries that are pinned or referenced.
+        """
