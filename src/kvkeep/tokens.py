@@ -233,6 +233,10 @@ class ChunkedTokenDatabase(TokenDatabase):
         first = min(num_masked // self.chunk_size, len(keys))
         return TokenChunks(num_tokens, num_masked, ends, keys, first)
 
+    def forget(self) -> None:
+        """Let go of all remembered prompts."""
+        self._memo = _ChainMemo(self.chunk_size)
+
     def _plan(
         self,
         root: bytes,

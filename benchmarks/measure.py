@@ -1,0 +1,143 @@
+"""How the benchmarks measure: two things in turn in one run, the ratio of each pair, the median of several."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        what: what was measured.
+        kvkeep: kvkeep's figure, in ``unit``.
+        limit: the figure it is held against, in ``unit``.
+        unit: ``ms`` (smaller is better) or ``GB/s`` (larger is better).
+        ratio: median over the pairs of kvkeep / limit.
+        target: the ratio that spec 14 asks for, or None where there is no target.
+    """
+
+    what: str
+    kvkeep: float
+    limit: float
+    unit: str
+    ratio: float
+    target: float | None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None without a target."""
+        if self.target is None:
+            return None
+        return self.ratio <= self.target if self.unit == "ms" else self.ratio >= self.target
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def pairs(
+    ours: Callable[[], object],
+    limit: Callable[[], object],
+    *,
+    repeats: int,
+    before: Callable[[], object] | None = None,
+) -> list[tuple[float, float]]:
+    """Seconds of (ours, limit), measured in turn; ``before`` runs untimed before each of ours."""
+    result = []
+    for turn in range(repeats + 1):
+        if before is not None:
+            before()
+        gc.collect()
+        ours_s = seconds(ours)
+        limit_s = seconds(limit)
+        if turn:  # the first pair warms up
+            result.append((ours_s, limit_s))
+    return result
+
+
+def time_row(
+    what: str, measured: list[tuple[float, float]], *, target: float | None, extra_ms: float = 0.0
+) -> Row:
+    """A row of times; ``extra_ms`` is what the target allows on top of the limit."""
+    ours = statistics.median(a for a, _ in measured) * 1e3
+    limit = statistics.median(b for _, b in measured) * 1e3 + extra_ms
+    ratio = statistics.median(a * 1e3 / (b * 1e3 + extra_ms) for a, b in measured)
+    return Row(what, ours, limit, "ms", ratio, target)
+
+
+def rate_row(
+    what: str, measured: list[tuple[float, float]], num_bytes: int, *, target: float | None
+) -> Row:
+    """A row of rates for moving ``num_bytes``."""
+    ours = num_bytes / statistics.median(a for a, _ in measured) / 1e9
+    limit = num_bytes / statistics.median(b for _, b in measured) / 1e9
+    ratio = statistics.median(b / a for a, b in measured)
+    return Row(what, ours, limit, "GB/s", ratio, target)
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on."""
+    model = "unknown"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def show(rows: list[Row], console: Console) -> None:
+    """Print the table in 80 columns."""
+    table = Table(title="kvkeep against this machine's limits (medians of one run)")
+    table.add_column("what")
+    for name in ("kvkeep", "limit", "ratio", "target", "met"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        sign = "" if row.target is None else ("≤" if row.unit == "ms" else "≥")
+        target = "–" if row.target is None else f"{sign} {row.target:.2f}"
+        met = {None: "–", True: "[green]yes[/]", False: "[red]no[/]"}[row.met]
+        table.add_row(
+            row.what,
+            f"{row.kvkeep:.2f} {row.unit}",
+            f"{row.limit:.2f} {row.unit}",
+            f"{row.ratio:.2f}",
+            target,
+            met,
+        )
+    console.print(table)
+
+
+def save(rows: list[Row], directory: Path) -> Path:
+    """Write the rows and the machine's description as JSON; returns the path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "latest.json"
+    document = {
+        "machine": machine(),
+        "rows": [{**asdict(row), "met": row.met} for row in rows],
+    }
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    return path

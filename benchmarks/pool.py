@@ -1,0 +1,103 @@
+"""A CacheEngine over paged tensors in this process, for the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from kvkeep.engine import CacheEngine
+from kvkeep.gpu.paged import PagedGPUConnector
+from kvkeep.manager import CacheManager
+
+from kvkeep.config import load_settings
+from kvkeep.identity import CacheIdentity
+from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
+from kvkeep.tokens import ChunkedTokenDatabase
+
+
+@dataclass
+class Made:
+    """An engine with caches of its own.
+
+    Attributes:
+        engine: the engine under test.
+        identity: of its chunks.
+        caches: one tensor per layer, dim 0 is the page.
+        page_size: tokens in a page.
+        order: shuffled page numbers; token t lies in page ``order[t // page_size]``.
+    """
+
+    engine: CacheEngine
+    identity: CacheIdentity
+    caches: list[torch.Tensor]
+    page_size: int
+    order: torch.Tensor
+
+    @property
+    def tokens(self) -> ChunkedTokenDatabase:
+        """The engine's token database."""
+        database = self.engine.token_database
+        if not isinstance(database, ChunkedTokenDatabase):
+            raise TypeError(f"expected a ChunkedTokenDatabase, got {type(database).__name__}")
+        return database
+
+    def slots(self, num_tokens: int) -> torch.Tensor:
+        """Slot of each of the first ``num_tokens`` tokens, int64."""
+        pages = self.order[: -(-num_tokens // self.page_size)]
+        slots = pages[:, None] * self.page_size + torch.arange(self.page_size)
+        return slots.reshape(-1)[:num_tokens].contiguous()
+
+    def fill(self, ids: list[int]) -> None:
+        """Store a whole prompt."""
+        self.engine.store(ids, kvcaches=None, slot_mapping=self.slots(len(ids)))
+
+    def forget_keys(self) -> None:
+        """Make the token database hash from the start again."""
+        self.tokens.forget()
+
+
+@contextmanager
+def make_engine(
+    *,
+    num_chunks: int,
+    num_layers: int,
+    page_bytes: int,
+    chunk_size: int = 256,
+    page_size: int = 16,
+    extra_pages: float = 1.0,
+) -> Iterator[Made]:
+    """An engine whose pool holds ``num_chunks`` chunks, all of its memory touched.
+
+    Args:
+        num_chunks: chunks in the pool and in the caches.
+        num_layers: layers.
+        page_bytes: bytes of a page in one layer.
+        chunk_size: tokens in a chunk.
+        page_size: tokens in a page.
+        extra_pages: size of the engine's caches relative to the pool.
+    """
+    layout = KVLayout(
+        MemoryFormat.OPAQUE_PAGES,
+        "uint8",
+        page_size,
+        (GroupLayout("full", num_layers, page_bytes),),
+        0,
+        0,
+        "benchmark",
+    )
+    identity = CacheIdentity("benchmark", "1", layout, chunk_size=chunk_size)
+    num_pages = int(num_chunks * chunk_size // page_size * extra_pages)
+    caches = [
+        torch.full((num_pages, page_bytes), layer + 1, dtype=torch.uint8)
+        for layer in range(num_layers)
+    ]
+    connector = PagedGPUConnector(layout)
+    connector.register_kv_caches(caches)
+    size = num_chunks * layout.chunk_bytes(chunk_size)
+    settings = load_settings(env={}, extra={"chunk_size": chunk_size, "cpu.size": str(size)})
+    generator = torch.Generator().manual_seed(7)
+    order = torch.randperm(num_pages, generator=generator)
+    with CacheManager.create(settings, identity, connector) as manager:
+        yield Made(manager.engine, identity, caches, page_size, order)
