@@ -1,4 +1,4 @@
-"""Spec 14.3: store and retrieve of paged KV beside a plain memcpy of the same bytes, one thread each."""
+"""Spec 14.3: store and retrieve of paged KV beside a memcpy of the same bytes, one thread each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spec 14.7: time to first token through vLLM, cold and warm, and the overhead where nothing ever hits.
+"""Spec 14.7: time to first token through vLLM, cold and warm, and the overhead without a hit.
 
 Two engines in turn, with and without kvkeep, engine prefix caching off, cores pinned the same way.
 """

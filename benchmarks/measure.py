@@ -1,4 +1,4 @@
-"""How the benchmarks measure: two things in turn in one run, the ratio of each pair, the median of several."""
+"""How the benchmarks measure: two things in turn in one run, the median ratio of several pairs."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def show(rows: list[Row], console: Console) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         sign = "" if row.target is None else ("≤" if row.unit == "ms" else "≥")
-        target = "–" if row.target is None else f"{sign} {row.target:.2f}"
-        met = {None: "–", True: "[green]yes[/]", False: "[red]no[/]"}[row.met]
+        target = "-" if row.target is None else f"{sign} {row.target:.2f}"
+        met = {None: "-", True: "[green]yes[/]", False: "[red]no[/]"}[row.met]
         table.add_row(
             row.what,
             f"{row.kvkeep:.2f} {row.unit}",
