@@ -1,0 +1,249 @@
+"""Reads the settings: YAML file, then environment, then extra config; the later one wins.
+
+Every key is checked against the tree, so that a misspelt one is an error that names the nearest
+known one and where it came from. Nothing here reads the process's environment: the caller passes it
+in. Called once, at the start.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from kvkeep.config.settings import Settings
+from kvkeep.errors import ConfigError
+
+#: Environment variables with this prefix are kvkeep's; an unknown one is an error.
+ENV_PREFIX = "KVKEEP_"
+#: Names the YAML file, where the caller names none.
+ENV_CONFIG = "KVKEEP_CONFIG"
+#: Variables that are no settings: the YAML file, and the folder of the demo's model.
+ENV_OTHER = frozenset({ENV_CONFIG, "KVKEEP_MODEL_DIR"})
+#: Prefixes of variables that only the tests read.
+ENV_TEST_PREFIXES = ("KVKEEP_TEST_", "KVKEEP_STRESS_")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """Settings and where each came from.
+
+    Attributes:
+        settings: the checked tree.
+        origins: dotted name -> where the value was given; a name that is missing has its default.
+    """
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value as it was given, and where."""
+
+    value: object
+    origin: str
+
+
+def load_settings(
+    *,
+    yaml_path: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    extra: Mapping[str, object] | None = None,
+) -> Settings:
+    """The settings alone; see :func:`resolve_settings`."""
+    return resolve_settings(yaml_path=yaml_path, env=env, extra=extra).settings
+
+
+def resolve_settings(
+    *,
+    yaml_path: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    extra: Mapping[str, object] | None = None,
+) -> LoadedSettings:
+    """Read, merge and check all settings.
+
+    Args:
+        yaml_path: a YAML file; None takes the one that ``KVKEEP_CONFIG`` in ``env`` names, if any.
+        env: environment variables; only those that start with ``KVKEEP_`` matter. None for none.
+        extra: the engine's extra config, nested (``{"cpu": {"size": ...}}``) or dotted
+            (``{"cpu.size": ...}``). The strongest.
+
+    Raises:
+        ConfigError: a file cannot be read, a key is unknown or given twice, a value is malformed,
+            or two values contradict each other.
+    """
+    env = env or {}
+    if yaml_path is None and env.get(ENV_CONFIG):
+        yaml_path = Path(env[ENV_CONFIG])
+    given: dict[str, _Given] = {}
+    if yaml_path is not None:
+        given.update(_flatten(_read_yaml(yaml_path), str(yaml_path)))
+    given.update(_from_env(env))
+    given.update(_flatten(extra or {}, "extra config"))
+    return LoadedSettings(
+        settings=_build(given), origins={path: item.origin for path, item in given.items()}
+    )
+
+
+def setting_fields(
+    model: type[BaseModel] = Settings, prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo]]:
+    """(dotted name, field) of every setting, in the order of the tree."""
+    for name, info in model.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from setting_fields(annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, info
+
+
+def env_name(path: str) -> str:
+    """The environment variable of a setting: ``cpu.size`` is ``KVKEEP_CPU_SIZE``."""
+    return ENV_PREFIX + path.replace(".", "_").upper()
+
+
+_FIELDS: dict[str, FieldInfo] = dict(setting_fields())
+_SECTIONS = {path.rpartition(".")[0] for path in _FIELDS} - {""}
+_ENV_NAMES = {env_name(path): path for path in _FIELDS}
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice; YAML itself would let the later one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See yaml; checks the keys first."""
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key_node.value!r} is given twice", key_node.start_mark
+                )
+            if isinstance(key_node.value, str):
+                seen.add(key_node.value)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _read_yaml(path: Path) -> Mapping[str, object]:
+    """The top mapping of a YAML file; an empty file is an empty mapping."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the settings file {path} is no valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"the settings file {path} must be a mapping of names to values")
+    return content
+
+
+def _flatten(tree: Mapping[str, object], origin: str, prefix: str = "") -> dict[str, _Given]:
+    """Dotted names of a nested mapping's values; None in place of a section is an empty one."""
+    flat: dict[str, _Given] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if path in _FIELDS:
+            found = {path: _Given(value, origin)}
+        elif path in _SECTIONS and (value is None or isinstance(value, Mapping)):
+            found = _flatten(value or {}, origin, f"{path}.")
+        elif path in _SECTIONS:
+            raise ConfigError(
+                f"{path} in {origin} is a section, not a value; it holds "
+                + ", ".join(known for known in _FIELDS if known.startswith(f"{path}."))
+            )
+        else:
+            raise ConfigError(f"unknown setting {path} in {origin}; {_nearest(path, _FIELDS)}")
+        for twice in flat.keys() & found.keys():
+            raise ConfigError(f"{twice} is given twice in {origin}, nested and dotted")
+        flat.update(found)
+    return flat
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
+    """Values of the KVKEEP_ variables, read as the type of their setting."""
+    flat: dict[str, _Given] = {}
+    for name in sorted(env):
+        if not name.startswith(ENV_PREFIX) or name in ENV_OTHER:
+            continue
+        if name.startswith(ENV_TEST_PREFIXES):
+            continue
+        path = _ENV_NAMES.get(name)
+        if path is None:
+            raise ConfigError(
+                f"unknown setting {name} in the environment; "
+                + _nearest(name, [*_ENV_NAMES, *sorted(ENV_OTHER)])
+            )
+        origin = f"environment variable {name}"
+        flat[path] = _Given(_read_text(path, env[name], origin), origin)
+    return flat
+
+
+def _read_text(path: str, text: str, origin: str) -> object:
+    """A setting's value from a text: numbers and flags as they are, tags as a YAML mapping."""
+    info = _FIELDS[path]
+    if path == "identity.tags":
+        try:
+            return yaml.load(text, _UniqueKeyLoader)  # noqa: S506
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} ({origin}) is no mapping like {{team: a}}") from error
+    adapter: TypeAdapter[object] = TypeAdapter(
+        info.rebuild_annotation(), config=ConfigDict(strict=True)
+    )
+    try:
+        return adapter.validate_strings(text)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, {path: _Given(text, origin)}, path)) from error
+
+
+def _build(given: Mapping[str, _Given]) -> Settings:
+    """Check the merged values as a tree."""
+    tree: dict[str, Any] = {}
+    for path, item in given.items():
+        *sections, name = path.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = item.value
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, given)) from error
+
+
+def _explain(error: ValidationError, given: Mapping[str, _Given], path: str = "") -> str:
+    """One sentence per problem: which setting, from where, what was given and what is allowed."""
+    lines: list[str] = []
+    for problem in error.errors(include_url=False):
+        place = ".".join(str(part) for part in problem["loc"])
+        where = path or next((known for known in given if f"{place}.".startswith(f"{known}.")), "")
+        text = problem["msg"].removeprefix("Value error, ")
+        if where:
+            item = given[where]
+            text = f"{where} = {item.value!r} ({item.origin}): {text}"
+        else:
+            named = [f"{known} by {given[known].origin}" for known in given if known in text]
+            text += f" [given: {', '.join(named)}]" if named else ""
+        if text not in lines:
+            lines.append(text)
+    return "; ".join(lines)
+
+
+def _nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
+    """A hint: the nearest known name, and all of them if there is none."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    if not matches:
+        tails = {full.rpartition(".")[2]: full for full in known}
+        near = difflib.get_close_matches(name.rpartition(".")[2], list(tails), n=1, cutoff=0.75)
+        matches = [tails[near[0]]] if near else []
+    if matches:
+        return f"did you mean {matches[0]}?"
+    return "known are " + ", ".join(known)
