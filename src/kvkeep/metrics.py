@@ -1,8 +1,9 @@
 """Metrics: what kvkeep counts, under documented names, in Prometheus form.
 
-Every :class:`Metrics` has a registry of its own unless one is given; nothing is global. Methods are named for what
-happened. Callable from any thread; a call costs a few microseconds, so hot paths call once per batch. Gauges are read
-from their owners when somebody looks, so nothing moves while nothing happens.
+Every :class:`Metrics` has a registry of its own unless one is given; nothing is global. Methods are
+named for what happened. Callable from any thread; a call costs a few microseconds, so hot paths
+call once per batch. Gauges are read from their owners when somebody looks, so nothing moves while
+nothing happens.
 
 The hit rate is defined at the lookup: tokens found divided by tokens asked for, misses included.
 """
@@ -73,9 +74,7 @@ class Metrics:
         for tier, tokens in found.items():
             self._add("kvkeep_lookup_hit_tokens", tokens, tier)
 
-    def stored(
-        self, tokens: int, num_bytes: int, seconds: float, *, tier: str = POOL_TIER
-    ) -> None:
+    def stored(self, tokens: int, num_bytes: int, seconds: float, *, tier: str = POOL_TIER) -> None:
         """The KV of ``tokens`` tokens was copied out of the engine's memory."""
         self._add("kvkeep_stored_tokens", tokens)
         self.moved(tier, STORE, num_bytes, seconds)
@@ -128,7 +127,7 @@ class Metrics:
         self._gauges["kvkeep_chunks"].labels(tier).set_function(count)
 
     def snapshot(self) -> dict[str, float]:
-        """Every value now, by its full name: ``'kvkeep_evictions_total{tier="LocalCPUBackend"}'``."""
+        """Every value now, by name and labels: ``'kvkeep_bytes_total{tier="x",direction="load"}'``."""
         values: dict[str, float] = {}
         for family in self.registry.collect():
             for sample in family.samples:
@@ -139,7 +138,7 @@ class Metrics:
         return values
 
     def hit_rate(self) -> float:
-        """Tokens found divided by tokens asked for, over all lookups so far; 0.0 before the first."""
+        """Tokens found divided by tokens asked for in all lookups; 0.0 before the first."""
         asked = found = 0.0
         for name, value in self.snapshot().items():
             if name == "kvkeep_lookup_tokens_total":

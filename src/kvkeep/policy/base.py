@@ -1,7 +1,7 @@
 """CachePolicy: in which order chunks are evicted.
 
-A policy owns the mapping that a backend keeps its entries in, and is told about every put, hit and eviction.
-The backend calls it with its lock held; a policy has no lock and starts no thread.
+A policy owns the mapping that a backend keeps its entries in, and is told about every put, hit and
+eviction. The backend calls it with its lock held; a policy has no lock and starts no thread.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Storage backends: one tier each."""

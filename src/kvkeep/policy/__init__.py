@@ -1,0 +1,1 @@
+"""Cache policies: in which order chunks are evicted."""

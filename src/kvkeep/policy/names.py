@@ -1,0 +1,37 @@
+"""The policies by the name that stands in the settings."""
+
+from __future__ import annotations
+
+from kvkeep.errors import ConfigError
+from kvkeep.memory.base import MemoryObj
+from kvkeep.policy.base import CachePolicy
+from kvkeep.policy.fifo import FIFOPolicy
+from kvkeep.policy.lfu import LFUPolicy
+from kvkeep.policy.lru import LRUPolicy
+from kvkeep.policy.mru import MRUPolicy
+
+#: Every policy by its name in lower case.
+POLICIES: dict[str, type[CachePolicy[MemoryObj]]] = {
+    policy.name: policy
+    for policy in (
+        FIFOPolicy[MemoryObj],
+        LFUPolicy[MemoryObj],
+        LRUPolicy[MemoryObj],
+        MRUPolicy[MemoryObj],
+    )
+}
+
+
+def create_policy(name: str) -> CachePolicy[MemoryObj]:
+    """A new policy for a backend that keeps memory objects.
+
+    Args:
+        name: its name, in upper or lower case.
+
+    Raises:
+        ConfigError: there is no such policy; the message lists those there are.
+    """
+    policy = POLICIES.get(name.strip().lower())
+    if policy is None:
+        raise ConfigError(f"unknown cache policy {name!r}; known: {', '.join(sorted(POLICIES))}")
+    return policy()

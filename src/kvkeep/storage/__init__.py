@@ -1,0 +1,1 @@
+"""The tiers as one hierarchy."""

@@ -1,0 +1,1 @@
+"""Contract tests and faulty stand-ins, shipped for authors of backends and policies."""
