@@ -1,7 +1,7 @@
 """CacheIdentity: everything that must match before KV bytes are interchangeable.
 
-It is hashed into the root of every key chain (docs/formats.md), so no call site can forget the LoRA, the
-salt or the layout. Level 0: no torch.
+It is hashed into the root of every key chain (docs/formats.md), so no call site can forget the
+LoRA, the salt or the layout. Level 0: no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from kvkeep.errors import IdentityError
-from kvkeep.layout import KVLayout
+from kvkeep.layout import GroupLayout, KVLayout
 
 #: Name of the key derivation; a change of docs/formats.md section 1 changes it.
 HASH_SCHEME = "kvkeep-sha256-v1"
@@ -22,35 +22,19 @@ TAG_PREFIX = "kvkeep.tag."
 
 def _encode(value: object) -> bytes:
     """One unambiguous binary form: a type letter, a length, the content (docs/formats.md 1.1)."""
-    if value is None:
-        return b"N"
-    if isinstance(value, bool):
-        return b"T" if value else b"F"
-    if isinstance(value, int):
-        text = str(value).encode()
-        return b"i%d:" % len(text) + text
-    if isinstance(value, str):
-        text = value.encode("utf-8", "surrogatepass")
-        return b"s%d:" % len(text) + text
-    if isinstance(value, bytes):
-        return b"b%d:" % len(value) + value
     if isinstance(value, tuple):
         return b"l%d:" % len(value) + b"".join(_encode(item) for item in value)
-    if isinstance(value, KVLayout):
-        groups = tuple((g.name, g.num_layers, g.layer_page_bytes) for g in value.groups)
-        return _encode(
-            (
-                "layout",
-                str(value.fmt),
-                value.dtype,
-                value.page_size,
-                groups,
-                value.num_kv_heads,
-                value.head_size,
-                value.engine,
-            )
-        )
-    raise IdentityError(f"cannot encode {type(value).__name__} {value!r} into an identity")
+    if type(value) in _RECORDS:
+        # Every field, found by introspection: a new one cannot be forgotten.
+        items = tuple((f.name, getattr(value, f.name)) for f in fields(value))  # type: ignore[arg-type]
+        return _encode((_RECORDS[type(value)], items))
+    if isinstance(value, str):
+        letter, content = b"s", value.encode("utf-8", "surrogatepass")
+    elif isinstance(value, int) and not isinstance(value, bool):
+        letter, content = b"i", str(value).encode()
+    else:
+        raise IdentityError(f"cannot encode {type(value).__name__} {value!r} into an identity")
+    return letter + b"%d:" % len(content) + content
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +79,7 @@ class CacheIdentity:
 
     def encode(self) -> bytes:
         """The canonical bytes that are hashed into the root of a key chain."""
-        items = tuple((f.name, getattr(self, f.name)) for f in fields(self))
-        return _encode(("kvkeep.identity", items))
+        return _encode(self)
 
     def root(self) -> bytes:
         """The 32-byte root of every key chain of this identity."""
@@ -116,15 +99,21 @@ class CacheIdentity:
         """This identity with what one request adds: its salt, its adapter and its tags.
 
         Args:
-            salt: the request's cache salt; empty keeps the base identity's.
-            lora: the request's adapter; empty keeps the base identity's.
+            salt: the request's cache salt; empty for none.
+            lora: the request's adapter; empty for none.
             request_configs: entries named ``kvkeep.tag.NAME`` become tags; others are ignored.
+
+        Raises:
+            IdentityError: this identity has a salt or an adapter already and the request brings
+                another one, which would hide it.
         """
         tags = dict(self.tags)
         for name, value in (request_configs or {}).items():
             if name.startswith(TAG_PREFIX):
                 tags[name[len(TAG_PREFIX) :]] = str(value)
-        if not salt and not lora and len(tags) == len(self.tags) and tags == dict(self.tags):
+        if (salt and self.salt) or (lora and self.lora):
+            raise IdentityError(f"the identity names a salt or adapter already, got {self}")
+        if not salt and not lora and tags == dict(self.tags):
             return self
         return replace(
             self,
@@ -132,3 +121,11 @@ class CacheIdentity:
             lora=lora or self.lora,
             tags=tuple(sorted(tags.items())),
         )
+
+
+#: Names of the records inside an encoded identity.
+_RECORDS: dict[type, str] = {
+    CacheIdentity: "kvkeep.identity",
+    KVLayout: "kvkeep.layout",
+    GroupLayout: "kvkeep.group",
+}

@@ -1,7 +1,7 @@
 """Chunk keys: a chained cryptographic hash over token ids (docs/formats.md, section 1).
 
-Pure functions on bytes, callable from any thread. The same input gives the same key in every process, on every
-machine, whatever PYTHONHASHSEED is.
+Pure functions on bytes, callable from any thread. The same input gives the same key in every
+process, on every machine, whatever PYTHONHASHSEED is.
 """
 
 from __future__ import annotations

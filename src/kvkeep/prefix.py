@@ -1,7 +1,7 @@
 """Arithmetic on prefixes, masks and runs: pure functions that return plans.
 
-Callable from any thread; no torch (masks arrive as anything numpy can read). Intervals, on a prompt of five chunks
-whose first chunk the engine has already and whose second and third are stored:
+Callable from any thread; no torch (masks arrive as anything numpy can read). Intervals, on a prompt
+of five chunks whose first chunk the engine has already and whose second and third are stored:
 
     tokens  |  0 ..  |  1 ..  |  2 ..  |  3 ..  |  4 ..  | tail |
     mask    | False  | True   | True   | True   | True   | True |
@@ -30,12 +30,14 @@ def count_masked(mask: object, num_tokens: int, chunk_size: int) -> int:
         chunk_size: tokens in a chunk.
 
     Raises:
-        MaskError: the mask is no run of False followed by a run of True, has another length than the
-            tokens, or its False run ends inside a chunk.
+        MaskError: the mask is no run of False followed by a run of True, has another length than
+            the tokens, or its False run ends inside a chunk.
     """
     if mask is None:
         return 0
     values = np.asarray(mask)
+    if values.size == 0 and num_tokens == 0:
+        return 0
     if values.dtype != np.bool_ or values.ndim != 1:
         raise MaskError(
             f"the mask must be one-dimensional bool, got {values.dtype} of shape {values.shape}"
@@ -47,11 +49,11 @@ def count_masked(mask: object, num_tokens: int, chunk_size: int) -> int:
     if num_true and not bool(values[num_false:].all()):
         first = int(np.argmax(values))
         raise MaskError(
-            f"the mask must be False first and then True; it is True at {first} and False again later"
+            f"the mask must be False first and then True; it is True at {first}, then False again"
         )
-    if num_false % chunk_size and num_true:
+    if num_false % chunk_size:
         raise MaskError(
-            f"the mask excludes {num_false} tokens, which is no multiple of the chunk size {chunk_size}"
+            f"the mask excludes {num_false} tokens, no multiple of the chunk size {chunk_size}"
         )
     return num_false
 
@@ -76,8 +78,8 @@ def locate_prefix(
 ) -> list[LocatedRun]:
     """Which backend holds which chunk of a prefix (spec 4.6).
 
-    The first backend is asked for its run of hits from chunk 0, the next for the run from there, and
-    so on; when a later backend's run ends, the earlier ones are asked again.
+    The first backend is asked for its run of hits from chunk 0, the next for the run from there,
+    and so on; when a later backend's run ends, the earlier ones are asked again.
 
     Args:
         num_chunks: chunks in the prefix.

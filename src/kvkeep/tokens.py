@@ -1,38 +1,35 @@
 """TokenDatabase: cuts tokens into chunks and names each chunk.
 
-Callable from any thread. Two kinds: ChunkedTokenDatabase cuts every ``chunk_size`` tokens and names a chunk by its
-whole prefix; SegmentTokenDatabase cuts at a separator and names each segment by itself alone.
+Callable from any thread. Two kinds: ChunkedTokenDatabase cuts every ``chunk_size`` tokens and names
+a chunk by its whole prefix; SegmentTokenDatabase cuts at a separator and names each segment by
+itself alone.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from abc import ABC, abstractmethod
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from kvkeep.chain_memo import ChainMemo
 from kvkeep.errors import MaskError, TokenError
 from kvkeep.identity import TAG_PREFIX, CacheIdentity
-from kvkeep.keys import (
-    TOKEN_BYTES,
-    ChunkKey,
-    Extra,
-    chain_full_chunks,
-    chunk_key,
-    segment_root,
-)
+from kvkeep.keys import KEY_BYTES, TOKEN_BYTES, ChunkKey, Extra, chunk_key, segment_root
 from kvkeep.prefix import count_masked
+from kvkeep.token_ids import as_token_bytes
 
-#: Bytes of token ids that the memo of recent prompts may hold.
-MEMO_BYTES = 64 << 20
-#: Prompts remembered per first chunk: conversations that share a system prompt.
-MEMO_SIBLINGS = 8
+__all__ = [
+    "PLAIN",
+    "ChunkedTokenDatabase",
+    "RequestScope",
+    "SegmentTokenDatabase",
+    "TokenChunks",
+    "TokenDatabase",
+    "as_token_bytes",
+    "make_scope",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +41,22 @@ class RequestScope:
         lora: name and fingerprint of the LoRA adapter.
         tags: (name, value) pairs, sorted by name.
         extras: non-text inputs at their positions.
+
+    Raises:
+        TokenError: an input has a negative position or no content hash.
     """
 
     salt: str = ""
     lora: str = ""
     tags: tuple[tuple[str, str], ...] = ()
     extras: tuple[Extra, ...] = ()
+
+    def __post_init__(self) -> None:
+        for extra in self.extras:
+            if extra.position < 0 or not extra.content:
+                raise TokenError(
+                    f"an input needs a position in the prompt and content, got {extra}"
+                )
 
 
 #: A request that adds nothing.
@@ -63,8 +70,8 @@ class TokenChunks:
     Attributes:
         num_tokens: length of the prompt.
         num_masked: leading tokens that the mask excludes.
-        ends: end of every chunk, the masked ones included, as token indices. The start of a chunk is the
-            end of its predecessor.
+        ends: end of every chunk, the masked ones included, as token indices. The start of a chunk
+            is the end of its predecessor.
         keys: key of every chunk, the masked ones included.
         first: index of the first chunk that is not masked.
     """
@@ -91,63 +98,16 @@ class TokenChunks:
         return self.ends[num_chunks - 1] if num_chunks else 0
 
 
-def as_token_bytes(tokens: object) -> bytes:
-    """Token ids as little-endian uint32 bytes.
-
-    Args:
-        tokens: a sequence of ints, a one-dimensional integer numpy array or torch tensor (any
-            device), or an ``array('I')``.
-
-    Raises:
-        TokenError: an id is negative or does not fit 32 bits, or the input is no flat sequence of
-            integers.
-    """
-    if isinstance(tokens, array) and tokens.typecode == "I" and tokens.itemsize == TOKEN_BYTES:
-        return tokens.tobytes() if sys.byteorder == "little" else _swapped(tokens)
-    if isinstance(tokens, (list, tuple)):
-        try:
-            return as_token_bytes(array("I", tokens))
-        except (OverflowError, TypeError) as error:
-            raise TokenError(f"token ids must be integers from 0 to 2**32-1: {error}") from error
-    if hasattr(tokens, "detach"):
-        tokens = tokens.detach().cpu().numpy()
-    if isinstance(tokens, np.ndarray):
-        return _array_bytes(tokens)
-    if isinstance(tokens, Sequence) and not isinstance(tokens, (str, bytes, bytearray)):
-        return as_token_bytes(list(tokens))
-    raise TokenError(f"cannot read token ids from {type(tokens).__name__}")
-
-
-def _swapped(tokens: array[int]) -> bytes:
-    """The bytes of ``tokens`` in little-endian order on a big-endian machine."""
-    copy = array("I", tokens)
-    copy.byteswap()
-    return copy.tobytes()
-
-
-def _array_bytes(tokens: npt.NDArray[np.generic]) -> bytes:
-    """Check a numpy array of ids and narrow it to uint32."""
-    if tokens.ndim != 1:
-        raise TokenError(f"token ids must be one-dimensional, got shape {tokens.shape}")
-    if tokens.size == 0:
-        return b""
-    if tokens.dtype.kind not in "iu":
-        raise TokenError(f"token ids must be integers, got {tokens.dtype}")
-    if tokens.dtype != np.uint32:
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high > 0xFFFFFFFF:
-            raise TokenError(f"token ids must lie in 0..2**32-1, got {low}..{high}")
-    return tokens.astype("<u4", copy=False).tobytes()
-
-
 class TokenDatabase(ABC):
     """Cuts tokens into chunks and names them under one identity."""
 
     def __init__(self, identity: CacheIdentity) -> None:
         """Name chunks under ``identity``."""
         self.identity = identity
-        self._roots: OrderedDict[tuple[str, str, tuple[tuple[str, str], ...]], bytes] = OrderedDict()
-        self._lock = threading.Lock()  # guards _roots
+        self._lock = threading.Lock()
+        # (salt, lora, tags) -> root, guarded by _lock
+        self._roots: OrderedDict[tuple[str, str, tuple[tuple[str, str], ...]], bytes]
+        self._roots = OrderedDict()
 
     @abstractmethod
     def process_tokens(
@@ -157,8 +117,8 @@ class TokenDatabase(ABC):
 
         Args:
             tokens: token ids, see :func:`as_token_bytes`. Empty gives no chunk.
-            mask: bools, one per token: a run of False, then a run of True. False tokens are hashed (they are
-                part of the prefix) and their chunks are not iterated.
+            mask: bools, one per token: a run of False, then a run of True. False tokens are hashed
+                (they are part of the prefix) and their chunks are not iterated.
             scope: what the request adds to the identity.
 
         Raises:
@@ -199,7 +159,7 @@ class ChunkedTokenDatabase(TokenDatabase):
         super().__init__(identity)
         self.chunk_size = identity.chunk_size
         self.save_unfull_chunk = save_unfull_chunk
-        self._memo = _ChainMemo(self.chunk_size)
+        self._memo = ChainMemo(self.chunk_size)
 
     def process_tokens(
         self, tokens: object, mask: object = None, scope: RequestScope = PLAIN
@@ -223,8 +183,11 @@ class ChunkedTokenDatabase(TokenDatabase):
             num_masked: leading tokens to exclude, a multiple of the chunk size.
 
         Raises:
+            TokenError: a key is not 32 bytes long.
             MaskError: ``num_masked`` is no multiple of the chunk size.
         """
+        if any(len(value) != KEY_BYTES for value in hashes):
+            raise TokenError(f"chunk keys are {KEY_BYTES} bytes long")
         if num_masked % self.chunk_size or num_masked < 0:
             raise MaskError(f"{num_masked} tokens are no multiple of chunk size {self.chunk_size}")
         keys = [ChunkKey(value) for value in hashes]
@@ -235,7 +198,7 @@ class ChunkedTokenDatabase(TokenDatabase):
 
     def forget(self) -> None:
         """Let go of all remembered prompts."""
-        self._memo = _ChainMemo(self.chunk_size)
+        self._memo = ChainMemo(self.chunk_size)
 
     def _plan(
         self,
@@ -251,11 +214,7 @@ class ChunkedTokenDatabase(TokenDatabase):
         covered = full * self.chunk_size
         ends: Sequence[int] = range(self.chunk_size, covered + 1, self.chunk_size)
         if self.save_unfull_chunk and covered < num_tokens:
-            extras = [
-                Extra(extra.position - covered, extra.content)
-                for extra in scope.extras
-                if extra.position >= covered
-            ]
+            extras = _extras_within(scope.extras, covered, num_tokens)
             parent = keys[-1] if keys else root
             tail = chunk_key(parent, data[covered * TOKEN_BYTES :], extras, full=False)
             keys = [*keys, tail]
@@ -267,92 +226,22 @@ class ChunkedTokenDatabase(TokenDatabase):
         self, root: bytes, data: bytes, extras: Sequence[Extra]
     ) -> list[ChunkKey]:
         """Keys of the full chunks of a prompt with non-text inputs."""
-        step = self.chunk_size * TOKEN_BYTES
-        by_chunk: dict[int, list[Extra]] = {}
-        for extra in sorted(extras):
-            index, offset = divmod(extra.position, self.chunk_size)
-            by_chunk.setdefault(index, []).append(Extra(offset, extra.content))
+        size = self.chunk_size
         parent = root
         keys: list[ChunkKey] = []
-        for index in range(len(data) // step):
-            here = by_chunk.get(index, [])
-            parent = chunk_key(parent, data[index * step : (index + 1) * step], here, full=True)
-            keys.append(ChunkKey(parent))
+        for start in range(0, len(data) // TOKEN_BYTES - size + 1, size):
+            ids = data[start * TOKEN_BYTES : (start + size) * TOKEN_BYTES]
+            here = _extras_within(extras, start, start + size)
+            keys.append(chunk_key(parent, ids, here, full=True))
+            parent = keys[-1]
         return keys
-
-
-class _ChainMemo:
-    """Keys of recent prompts, found again by comparing token ids. Callable from any thread."""
-
-    def __init__(self, chunk_size: int) -> None:
-        self._chunk_size = chunk_size
-        self._step = chunk_size * TOKEN_BYTES
-        self._lock = threading.Lock()
-        # (root, first chunk's ids) -> [(ids of the full chunks, keys)], guarded by _lock
-        self._entries: OrderedDict[tuple[bytes, bytes], list[tuple[bytes, list[ChunkKey]]]]
-        self._entries = OrderedDict()
-        self._held_bytes = 0  # guarded by _lock
-
-    def chain(self, root: bytes, data: bytes) -> list[ChunkKey]:
-        """Keys of the full chunks of ``data``; what was hashed lately is not hashed again."""
-        length = len(data) // self._step * self._step
-        if length == 0:
-            return []
-        name = (root, data[: self._step])
-        with self._lock:
-            siblings = list(self._entries.get(name, ()))
-        best, known = None, 0
-        for sibling in siblings:
-            common = self._common(data, length, sibling[0])
-            if common > known:
-                best, known = sibling, common
-                if common == length:
-                    break
-        count = known // self._step
-        keys = best[1][:count] if best is not None else []
-        if known < length:
-            parent = keys[-1] if keys else root
-            keys += chain_full_chunks(parent, data[known:length], self._chunk_size)
-            replaces = best if best is not None and known == len(best[0]) else None
-            self._remember(name, (data[:length], keys.copy()), replaces)
-        return keys
-
-    def _common(self, data: bytes, length: int, other: bytes) -> int:
-        """Bytes of whole equal chunks at the start of ``data[:length]`` and ``other``."""
-        shorter = min(length, len(other))
-        if data[:shorter] == other[:shorter]:
-            return shorter
-        left = np.frombuffer(data, np.uint32, shorter // TOKEN_BYTES)
-        right = np.frombuffer(other, np.uint32, shorter // TOKEN_BYTES)
-        differs = int(np.argmax(left != right)) * TOKEN_BYTES
-        return differs // self._step * self._step
-
-    def _remember(
-        self,
-        name: tuple[bytes, bytes],
-        entry: tuple[bytes, list[ChunkKey]],
-        replaces: tuple[bytes, list[ChunkKey]] | None,
-    ) -> None:
-        with self._lock:
-            siblings = self._entries.setdefault(name, [])
-            if replaces is not None and replaces in siblings:
-                siblings.remove(replaces)
-                self._held_bytes -= len(replaces[0])
-            siblings.append(entry)
-            self._held_bytes += len(entry[0])
-            if len(siblings) > MEMO_SIBLINGS:
-                self._held_bytes -= len(siblings.pop(0)[0])
-            self._entries.move_to_end(name)
-            while self._held_bytes > MEMO_BYTES and len(self._entries) > 1:
-                _, dropped = self._entries.popitem(last=False)
-                self._held_bytes -= sum(len(ids) for ids, _ in dropped)
 
 
 class SegmentTokenDatabase(TokenDatabase):
     """Segments between separators, each named without its prefix (for non-prefix reuse)."""
 
     def __init__(self, identity: CacheIdentity, *, separator: Sequence[int]) -> None:
-        """Cut at every occurrence of ``separator``, which belongs to no segment.
+        """Cut after every occurrence of ``separator``.
 
         Raises:
             TokenError: the separator is empty or malformed.
@@ -365,10 +254,10 @@ class SegmentTokenDatabase(TokenDatabase):
     def process_tokens(
         self, tokens: object, mask: object = None, scope: RequestScope = PLAIN
     ) -> TokenChunks:
-        """Segments as chunks, each followed by its separator inside the same chunk.
+        """Segments as chunks, each with the separator after it, so that chunks leave no gap.
 
-        The chunk of a segment spans the segment and the separator after it, so that chunks leave no gap;
-        its key is made of the segment's tokens alone.
+        The key of a chunk is made of the chunk's tokens alone, the separator's included: a segment
+        that ends the prompt without one holds other KV than one that does not.
 
         Raises:
             MaskError: the False run ends inside a segment.
@@ -379,35 +268,38 @@ class SegmentTokenDatabase(TokenDatabase):
         parent = segment_root(self.root_of(scope))
         ends: list[int] = []
         keys: list[ChunkKey] = []
-        for start, stop, end in self._segments(data):
-            extras = [
-                Extra(e.position - start, e.content)
-                for e in sorted(scope.extras)
-                if start <= e.position < end
-            ]
-            text = data[start * TOKEN_BYTES : stop * TOKEN_BYTES]
-            keys.append(chunk_key(parent, text, extras, full=False))
+        for start, end in self._segments(data):
+            extras = _extras_within(scope.extras, start, end)
+            ids = data[start * TOKEN_BYTES : end * TOKEN_BYTES]
+            keys.append(chunk_key(parent, ids, extras, full=False))
             ends.append(end)
         if num_masked and num_masked not in ends:
             raise MaskError(f"the mask excludes {num_masked} tokens, which ends inside a segment")
         first = ends.index(num_masked) + 1 if num_masked else 0
         return TokenChunks(num_tokens, num_masked, ends, keys, first)
 
-    def _segments(self, data: bytes) -> Iterator[tuple[int, int, int]]:
-        """(start, end of the text, end with its separator) of each segment, in tokens."""
+    def _segments(self, data: bytes) -> Iterator[tuple[int, int]]:
+        """(start, end) of each segment with its separator, in tokens."""
         width = len(self._separator)
         start = position = 0
-        while True:
-            found = data.find(self._separator, position)
-            while found >= 0 and found % TOKEN_BYTES:
-                found = data.find(self._separator, found + 1)
-            if found < 0:
-                break
-            end = found + width
-            yield start // TOKEN_BYTES, found // TOKEN_BYTES, end // TOKEN_BYTES
-            start = position = end
+        while (found := data.find(self._separator, position)) >= 0:
+            if found % TOKEN_BYTES:
+                position = found + 1  # bytes of two neighbouring ids that look like the separator
+                continue
+            position = found + width
+            yield start // TOKEN_BYTES, position // TOKEN_BYTES
+            start = position
         if start < len(data):
-            yield start // TOKEN_BYTES, len(data) // TOKEN_BYTES, len(data) // TOKEN_BYTES
+            yield start // TOKEN_BYTES, len(data) // TOKEN_BYTES
+
+
+def _extras_within(extras: Sequence[Extra], start: int, end: int) -> list[Extra]:
+    """The inputs that start in tokens [start, end), in order, with positions relative to start."""
+    return [
+        Extra(extra.position - start, extra.content)
+        for extra in sorted(extras)
+        if start <= extra.position < end
+    ]
 
 
 def make_scope(

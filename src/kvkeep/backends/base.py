@@ -4,10 +4,11 @@
     ├── AllocatorBackendInterface      ... and memory: LocalCPUBackend
     └── StoragePluginInterface         ... built from the user's settings
 
-Rules for all: every method may be called from any thread; answers to a batch stand position by position; a miss is
-a value, an exception is a fault; objects that are returned carry one reference for the caller; objects that are
-handed in still belong to the caller, a backend that keeps one takes its own reference. The contract tests in
-``kvkeep.testing`` check every one of these sentences.
+Rules for all: every method may be called from any thread; answers to a batch stand position by
+position; a miss is a value, an exception is a fault; objects that are returned carry one reference
+for the caller; objects that are handed in still belong to the caller, a backend that keeps one
+takes its own reference. The contract tests in ``kvkeep.testing`` check every one of these
+sentences.
 """
 
 from __future__ import annotations
@@ -105,14 +106,12 @@ class StorageBackendInterface(ABC):
         """One chunk; see :meth:`batched_get_blocking`."""
         return self.batched_get_blocking([key])[0]
 
-    def batched_get_non_blocking(
-        self, keys: Sequence[ChunkKey]
-    ) -> Future[list[MemoryObj | None]]:
+    def batched_get_non_blocking(self, keys: Sequence[ChunkKey]) -> Future[list[MemoryObj | None]]:
         """The same as a future. A tier in memory answers at once."""
         future: Future[list[MemoryObj | None]] = Future()
         try:
             future.set_result(self.batched_get_blocking(keys))
-        except Exception as error:  # the top of this task: the error travels in the future
+        except Exception as error:  # noqa: BLE001  top of this task: it travels in the future
             future.set_exception(error)
         return future
 
@@ -132,8 +131,8 @@ class StorageBackendInterface(ABC):
     def batched_unpin(self, entries: Sequence[tuple[ChunkKey, MemoryObj]]) -> None:
         """Give pins back that :meth:`contains` took, in the order in which they were taken.
 
-        Called by :class:`Lease` alone. The backend notes the use of the chunks in reverse, so that a prefix
-        ends up more recent than its suffix (spec 5.5).
+        Called by :class:`Lease` alone. The backend notes the use of the chunks in reverse, so that
+        a prefix ends up more recent than its suffix (spec 5.5).
         """
 
     @abstractmethod
@@ -191,8 +190,8 @@ class AllocatorBackendInterface(StorageBackendInterface):
             batch_size: how many.
             fmt: arrangement.
             eviction: chunks may be evicted to make room.
-            busy_loop: wait, up to the backend's deadline, for memory to be released when there is nothing to
-                evict (loads); False returns None at once (stores).
+            busy_loop: wait, up to the backend's deadline, for memory to be released when there is
+                nothing to evict (loads); False returns None at once (stores).
         """
 
     @abstractmethod

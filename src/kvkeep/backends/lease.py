@@ -1,7 +1,8 @@
 """Lease: pins on chunks, held by one request until it gives them back or its deadline passes.
 
-A lease is the promise behind an answered lookup (spec 1.16). It holds the pinned objects themselves, not their keys, so
-giving it back can never unpin somebody else's chunk. Callable from any thread.
+A lease is the promise behind an answered lookup (spec 1.16). It holds the pinned objects
+themselves, not their keys, so giving it back can never unpin somebody else's chunk. Callable from
+any thread.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Lease:
             pins, self._pins = self._pins, []
             self._by_key = {}
             self._released = True
-        per_backend: dict[int, tuple[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]]] = {}
+        per_backend: dict[
+            int, tuple[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]]
+        ] = {}
         for backend, key, obj in pins:
             per_backend.setdefault(id(backend), (backend, []))[1].append((key, obj))
         for backend, entries in per_backend.values():

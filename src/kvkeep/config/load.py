@@ -134,7 +134,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _read_yaml(path: Path) -> Mapping[str, object]:
     """The top mapping of a YAML file; an empty file is an empty mapping."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)  # noqa: S506
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except OSError as error:
         raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -192,7 +192,7 @@ def _read_text(path: str, text: str, origin: str) -> object:
     info = _FIELDS[path]
     if path == "identity.tags":
         try:
-            return yaml.load(text, _UniqueKeyLoader)  # noqa: S506
+            return yaml.load(text, _UniqueKeyLoader)
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} ({origin}) is no mapping like {{team: a}}") from error
     adapter: TypeAdapter[object] = TypeAdapter(

@@ -1,8 +1,9 @@
 """GPUConnector: moves KV between an engine's memory and memory objects.
 
-Works on any torch device, the CPU included. One connector belongs to one worker; calls come from the engine's thread,
-one at a time. Positions are token indices of the prompt: chunk ``i`` of a call holds tokens ``starts[i]`` to
-``ends[i]``, and ``slot_mapping[t - offset]`` is the slot of token ``t``.
+Works on any torch device, the CPU included. One connector belongs to one worker; calls come from
+the engine's thread, one at a time. Positions are token indices of the prompt: chunk ``i`` of a call
+holds tokens ``starts[i]`` to ``ends[i]``, and ``slot_mapping[t - offset]`` is the slot of token
+``t``.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class GPUConnectorInterface(ABC):
 
     @abstractmethod
     def register_kv_caches(self, kvcaches: KVCaches) -> None:
-        """Declare the caches that later calls use when they pass ``kvcaches=None``; checks them and runs the
-        self-test (stores, wipes, loads and compares pages).
+        """Declare the caches that later calls use when they pass ``kvcaches=None``.
+
+        Checks them and runs the self-test, which stores, wipes, loads and compares pages.
 
         Raises:
             LayoutError: they do not match the declared layout, or do not survive the self-test.
@@ -63,8 +65,8 @@ class GPUConnectorInterface(ABC):
             starts: first token of each chunk.
             ends: token after the last of each chunk.
             kvcaches: the caches, or None for the registered ones.
-            slot_mapping: int64 [tokens - offset], the slot of each token; None for dense caches in token
-                order (slot t holds token t).
+            slot_mapping: int64 [tokens - offset], the slot of each token; None for dense caches in
+                token order (slot t holds token t).
             offset: leading tokens that ``slot_mapping`` leaves out.
 
         Raises:
@@ -114,9 +116,10 @@ class GPUConnectorInterface(ABC):
         slot_mapping: torch.Tensor | None,
         offset: int = 0,
     ) -> Generator[None, None, None]:
-        """Copy in layer by layer: each ``next()`` completes one more layer, in order; the next one is
-        fetched meanwhile. Yields exactly ``layout.num_layers`` times. Closing it early waits for what is
-        in flight.
+        """Copy in layer by layer: each ``next()`` completes one more layer, in order.
+
+        The next layer is fetched meanwhile. Yields exactly ``layout.num_layers`` times. Closing it
+        early waits for what is in flight.
         """
 
     def from_gpu(
@@ -131,7 +134,12 @@ class GPUConnectorInterface(ABC):
     ) -> None:
         """One chunk; see :meth:`batched_from_gpu`."""
         self.batched_from_gpu(
-            [memory_obj], [start], [end], kvcaches=kvcaches, slot_mapping=slot_mapping, offset=offset
+            [memory_obj],
+            [start],
+            [end],
+            kvcaches=kvcaches,
+            slot_mapping=slot_mapping,
+            offset=offset,
         )
 
     def to_gpu(
@@ -146,7 +154,12 @@ class GPUConnectorInterface(ABC):
     ) -> None:
         """One chunk; see :meth:`batched_to_gpu`."""
         self.batched_to_gpu(
-            [memory_obj], [start], [end], kvcaches=kvcaches, slot_mapping=slot_mapping, offset=offset
+            [memory_obj],
+            [start],
+            [end],
+            kvcaches=kvcaches,
+            slot_mapping=slot_mapping,
+            offset=offset,
         )
 
     @abstractmethod

@@ -1,8 +1,9 @@
 """Pool memory: MemoryObj, and what an allocator promises.
 
-A MemoryObj is a view of pool memory with a reference count and a pin count. It goes back to its allocator exactly
-when both are zero. Nobody outside ``memory/`` and ``backends/local_cpu.py`` counts by hand: everybody else uses
-:class:`kvkeep.memory.ownership.References` or a lease. Callable from any thread.
+A MemoryObj is a view of pool memory with a reference count and a pin count. It goes back to its
+allocator exactly when both are zero. Nobody outside ``memory/`` and ``backends/local_cpu.py``
+counts by hand: everybody else uses :class:`kvkeep.memory.ownership.References` or a lease. Callable
+from any thread.
 """
 
 from __future__ import annotations
@@ -97,8 +98,10 @@ class MemoryObj:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A view of ``metadata.shape`` and ``metadata.dtype``; KV_2LTD and KV_MLA_FMT are strided
-        views, since memory is layer-major."""
+        """A view of ``metadata.shape`` and ``metadata.dtype``.
+
+        KV_2LTD and KV_MLA_FMT are strided views, since memory is layer-major.
+        """
         meta = self.metadata
         flat = torch.from_numpy(self.array).view(meta.dtype)
         if meta.fmt in (MemoryFormat.KV_2LTD, MemoryFormat.KV_MLA_FMT):
@@ -109,7 +112,7 @@ class MemoryObj:
     @property
     def byte_array(self) -> memoryview:
         """The bytes as a writable memoryview, for files and sockets."""
-        return memoryview(self.array)
+        return self.array.data
 
     @property
     def size_bytes(self) -> int:
