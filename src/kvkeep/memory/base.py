@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,8 +146,7 @@ class MemoryObj:
             OwnershipError: the memory was given back.
         """
         with self._allocator.count_lock:
-            self._check_alive()
-            self._refs += 1
+            self._ref_up_locked()
 
     def ref_count_down(self) -> None:
         """Give one reference back; the last one frees the memory unless it is pinned.
@@ -156,11 +155,7 @@ class MemoryObj:
             OwnershipError: no reference is held.
         """
         with self._allocator.count_lock:
-            if self._refs < 1:
-                raise OwnershipError(f"reference to memory at {self.offset} was released twice")
-            self._refs -= 1
-            ended = self._end_if_unused()
-        self._allocator.note_release(self if ended else None)
+            self._ref_down_locked()
 
     def pin(self) -> None:
         """Keep the memory from being evicted or reused.
@@ -169,8 +164,7 @@ class MemoryObj:
             OwnershipError: the memory was given back.
         """
         with self._allocator.count_lock:
-            self._check_alive()
-            self._pins += 1
+            self._pin_locked()
 
     def unpin(self) -> None:
         """Give one pin back; frees the memory if no reference is held either.
@@ -179,21 +173,42 @@ class MemoryObj:
             OwnershipError: no pin is held.
         """
         with self._allocator.count_lock:
-            if self._pins < 1:
-                raise OwnershipError(f"pin on memory at {self.offset} was released twice")
-            self._pins -= 1
-            ended = self._end_if_unused()
-        self._allocator.note_release(self if ended else None)
+            self._unpin_locked()
+
+    def invalidate_locked(self) -> None:
+        """Make every later use an error, because the pool is closed. Called by allocators only."""
+        self._array = None
+
+    def _ref_up_locked(self) -> None:
+        self._check_alive()
+        self._refs += 1
+
+    def _ref_down_locked(self) -> None:
+        if self._refs < 1:
+            raise OwnershipError(f"reference to memory at {self.offset} was released twice")
+        self._refs -= 1
+        self._note_release_locked()
+
+    def _pin_locked(self) -> None:
+        self._check_alive()
+        self._pins += 1
+
+    def _unpin_locked(self) -> None:
+        if self._pins < 1:
+            raise OwnershipError(f"pin on memory at {self.offset} was released twice")
+        self._pins -= 1
+        self._note_release_locked()
+
+    def _note_release_locked(self) -> None:
+        if self._refs or self._pins:
+            self._allocator.note_release_locked(None)
+        else:
+            self._array = None
+            self._allocator.note_release_locked(self)
 
     def _check_alive(self) -> None:
         if self._array is None:
             raise OwnershipError(f"memory at offset {self.offset} was used after it was given back")
-
-    def _end_if_unused(self) -> bool:
-        if self._refs or self._pins:
-            return False
-        self._array = None
-        return True
 
     def __repr__(self) -> str:
         meta = self.metadata
@@ -206,11 +221,11 @@ class MemoryObj:
 class MemoryAllocatorInterface(ABC):
     """Hands out memory objects from one pool. All methods may be called from any thread.
 
-    Subclasses set ``count_lock`` (guards the counts of their objects) before they hand out the
-    first object.
+    Subclasses set ``count_lock`` before they hand out the first object.
     """
 
-    #: Guards the reference and pin counts of this allocator's objects. Held for counting only.
+    #: Guards the counts of this allocator's objects, and the allocator's own lists: counting,
+    #: allocating and freeing take it and nothing else. Never held across a copy, I/O or a wait.
     count_lock: threading.Lock
 
     @abstractmethod
@@ -234,8 +249,8 @@ class MemoryAllocatorInterface(ABC):
         """``batch_size`` objects of one shape, or None if there is no room for all of them."""
 
     @abstractmethod
-    def note_release(self, ended: MemoryObj | None) -> None:
-        """A reference or pin was given back; called by MemoryObj alone, without a lock held.
+    def note_release_locked(self, ended: MemoryObj | None) -> None:
+        """A reference or pin was given back; called by MemoryObj alone, with ``count_lock`` held.
 
         Takes the memory of ``ended`` back if it is given, and wakes :meth:`wait_for_release`.
         """
@@ -243,15 +258,28 @@ class MemoryAllocatorInterface(ABC):
     @property
     @abstractmethod
     def release_count(self) -> int:
-        """Number of releases so far; grows with every call of :meth:`note_release`."""
+        """Number of releases so far; every reference or pin given back is one."""
 
     @abstractmethod
     def wait_for_release(self, seen: int, timeout_s: float) -> bool:
-        """Wait until ``release_count`` differs from ``seen``; False if the time is over first."""
+        """Wait until ``release_count`` differs from ``seen``; False if the time is over first.
+
+        Read ``release_count`` before the allocation that failed, so that no release in between is
+        missed. Closing the allocator wakes all who wait.
+        """
 
     @abstractmethod
-    def can_ever_fit(self, size_bytes: int, batch_size: int = 1) -> bool:
-        """An empty pool would have room for ``batch_size`` objects of ``size_bytes``."""
+    def can_ever_fit(
+        self, size_bytes: int, batch_size: int = 1, fmt: MemoryFormat = MemoryFormat.KV_2LTD
+    ) -> bool:
+        """An empty pool would have room for ``batch_size`` objects of ``size_bytes``.
+
+        A closed pool never has.
+        """
+
+    @abstractmethod
+    def usage(self) -> MemoryReport:
+        """The figures of :meth:`memcheck` from counters, in constant time and without proof."""
 
     @abstractmethod
     def memcheck(self) -> MemoryReport:
@@ -263,4 +291,85 @@ class MemoryAllocatorInterface(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the pool back to the system. Objects still alive become invalid."""
+        """Give the pool back to the system; a second call does nothing.
+
+        Objects still alive become invalid: using them is an OwnershipError, giving their references
+        and pins back is not. A tensor or array taken from one before stays readable until it is
+        dropped.
+        """
+
+
+def batched_ref_count_up(objects: Sequence[MemoryObj]) -> None:
+    """One more reference to each object, or to none if one was given back.
+
+    Raises:
+        OwnershipError: the memory of one was given back.
+    """
+    _take_all(objects, MemoryObj._ref_up_locked, MemoryObj._ref_down_locked)
+
+
+def batched_pin(objects: Sequence[MemoryObj]) -> None:
+    """One more pin on each object, or on none if one was given back.
+
+    Raises:
+        OwnershipError: the memory of one was given back.
+    """
+    _take_all(objects, MemoryObj._pin_locked, MemoryObj._unpin_locked)
+
+
+def batched_ref_count_down(objects: Sequence[MemoryObj]) -> None:
+    """Give one reference to each object back; goes on after an error.
+
+    Raises:
+        OwnershipError: no reference to one was held; the others were given back.
+    """
+    _give_all(objects, MemoryObj._ref_down_locked)
+
+
+def batched_unpin(objects: Sequence[MemoryObj]) -> None:
+    """Give one pin on each object back; goes on after an error.
+
+    Raises:
+        OwnershipError: one was not pinned; the others were unpinned.
+    """
+    _give_all(objects, MemoryObj._unpin_locked)
+
+
+def _runs(objects: Sequence[MemoryObj]) -> Iterator[tuple[threading.Lock, Sequence[MemoryObj]]]:
+    """The objects in order, in runs that share a lock. Nearly always that is one run."""
+    locks = [obj._allocator.count_lock for obj in objects]
+    start = 0
+    for index in range(1, len(locks) + 1):
+        if index == len(locks) or locks[index] is not locks[start]:
+            yield locks[start], objects[start:index]
+            start = index
+
+
+def _take_all(
+    objects: Sequence[MemoryObj],
+    take: Callable[[MemoryObj], None],
+    undo: Callable[[MemoryObj], None],
+) -> None:
+    taken: list[MemoryObj] = []
+    try:
+        for lock, run in _runs(objects):
+            with lock:
+                for obj in run:
+                    take(obj)
+                    taken.append(obj)
+    except OwnershipError:
+        _give_all(taken, undo)
+        raise
+
+
+def _give_all(objects: Sequence[MemoryObj], give: Callable[[MemoryObj], None]) -> None:
+    first_error: OwnershipError | None = None
+    for lock, run in _runs(objects):
+        with lock:
+            for obj in run:
+                try:
+                    give(obj)
+                except OwnershipError as error:
+                    first_error = first_error or error
+    if first_error is not None:
+        raise first_error

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import TracebackType
 
-from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.base import MemoryObj, batched_ref_count_down
 
 
 class References:
@@ -32,9 +32,12 @@ class References:
         return objects
 
     def release(self) -> None:
-        """Give all references back; a second call does nothing."""
-        for obj in self.detach():
-            obj.ref_count_down()
+        """Give all references back; a second call does nothing.
+
+        Raises:
+            OwnershipError: somebody else gave one of them back before; all others were given back.
+        """
+        batched_ref_count_down(self.detach())
 
     def __enter__(self) -> References:
         return self

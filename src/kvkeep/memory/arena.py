@@ -1,0 +1,176 @@
+"""Arena: one lazily committed piece of memory that allocators cut into memory objects.
+
+Making one reserves addresses and commits nothing, however large it is; the system commits a page
+when it is first written. Memory is named by its offset in the arena, never by its address, so an
+arena in shared memory means the same in every process that maps it. Callable from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeep.errors import OwnershipError
+from kvkeep.memory.shared_segment import SharedSegment
+
+#: Without it Linux refuses to reserve more than it has. The mmap module names it from Python 3.13
+#: on.
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+#: Linux 5.14: commit pages as if they had been written, without changing them.
+_MADV_POPULATE_WRITE = 23
+#: madvise holds the interpreter's lock; between two steps other threads run.
+_PREFAULT_STEP_BYTES = 64 << 20
+
+
+class Arena:
+    """A range of bytes, from offset 0 to ``size_bytes``."""
+
+    def __init__(
+        self, size_bytes: int, *, shared_name: str | None = None, huge_pages: bool = True
+    ) -> None:
+        """Reserve the memory.
+
+        Args:
+            size_bytes: its size.
+            shared_name: make it shared memory of this name, for :meth:`attach` in other processes.
+            huge_pages: ask for huge pages, where the system gives them on request.
+
+        Raises:
+            ValueError: the size is not positive, the name is malformed or shared memory is too
+                small.
+            OwnershipError: a living process has shared memory of this name.
+            OSError: the system refuses.
+        """
+        if size_bytes < 1:
+            raise ValueError(f"an arena needs a positive size, got {size_bytes}")
+        segment = SharedSegment.make(shared_name, size_bytes) if shared_name is not None else None
+        self._open(size_bytes, segment, huge_pages)
+
+    @classmethod
+    def attach(cls, shared_name: str, *, huge_pages: bool = True) -> Arena:
+        """Map the arena that another process made with this ``shared_name``.
+
+        Raises:
+            ValueError: the name is malformed or names an empty segment.
+            FileNotFoundError: there is none.
+        """
+        segment = SharedSegment.open(shared_name)
+        if segment.size_bytes < 1:
+            segment.close()
+            raise ValueError(f"shared memory {shared_name!r} is empty; is it still being made?")
+        arena = cls.__new__(cls)
+        arena._open(segment.size_bytes, segment, huge_pages)
+        return arena
+
+    def _open(self, size_bytes: int, segment: SharedSegment | None, huge_pages: bool) -> None:
+        self.size_bytes = size_bytes
+        self._segment = segment
+        self._lock = threading.Lock()
+        self._claims: dict[int, int] = {}  # start -> end of the allocators' parts; by _lock
+        try:
+            self._map: mmap.mmap | None = _map_memory(size_bytes, segment)
+        except BaseException:
+            if segment is not None:
+                segment.close()
+            raise
+        if huge_pages and sys.platform == "linux":
+            with contextlib.suppress(OSError):  # the kernel is built without: small pages then
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """All bytes, one-dimensional, writable.
+
+        Raises:
+            OwnershipError: the arena is closed.
+        """
+        array = self._array
+        if array is None:
+            raise OwnershipError("an arena was used after it was closed")
+        return array
+
+    @property
+    def shared_name(self) -> str | None:
+        """The name for :meth:`attach`, if the memory is shared."""
+        return self._segment.name if self._segment is not None else None
+
+    @property
+    def is_closed(self) -> bool:
+        """The memory was given back to the system, or will be with the last view of it."""
+        return self._array is None
+
+    def claim(self, start: int, end: int) -> npt.NDArray[np.uint8]:
+        """Become the allocator of the bytes [start, end).
+
+        Raises:
+            ValueError: the range is empty, outside the arena, or overlaps another allocator's.
+            OwnershipError: the arena is closed.
+        """
+        if not 0 <= start < end <= self.size_bytes:
+            raise ValueError(f"[{start}, {end}) is no range of an arena of {self.size_bytes} bytes")
+        array = self.array
+        with self._lock:
+            for other_start, other_end in self._claims.items():
+                if start < other_end and other_start < end:
+                    raise ValueError(
+                        f"[{start}, {end}) overlaps [{other_start}, {other_end}), "
+                        "which another allocator owns"
+                    )
+            self._claims[start] = end
+        return array[start:end]
+
+    def give_back(self, start: int) -> None:
+        """End the claim that begins at ``start``; the end of the last one closes the arena."""
+        with self._lock:
+            ended = self._claims.pop(start, None)
+            if ended is None or self._claims:
+                return
+        self.close()
+
+    def prefault(self, start: int, end: int) -> None:
+        """Commit the pages of [start, end) now; their content stays as it is.
+
+        Raises:
+            ValueError: it is no range of the arena.
+            OSError: the system has not enough memory, or cannot do this (Linux before 5.14).
+            OwnershipError: the arena is closed.
+        """
+        if not 0 <= start <= end <= self.size_bytes:
+            raise ValueError(f"[{start}, {end}) is no range of an arena of {self.size_bytes} bytes")
+        mapping = self._map
+        if mapping is None:
+            raise OwnershipError("an arena was used after it was closed")
+        with memoryview(mapping):  # keeps the memory mapped meanwhile
+            first = start - start % mmap.PAGESIZE
+            for position in range(first, end, _PREFAULT_STEP_BYTES):
+                length = min(_PREFAULT_STEP_BYTES, end - position)
+                mapping.madvise(_MADV_POPULATE_WRITE, position, length)
+
+    def close(self) -> None:
+        """Give the memory back to the system; a second call does nothing.
+
+        Views that are still held stay readable, they never point to unmapped memory: the system
+        gets its memory back when the last of them is gone.
+        """
+        with self._lock:
+            if self._array is None:
+                return
+            self._array = None
+            mapping, self._map = self._map, None
+        if mapping is not None:
+            with contextlib.suppress(BufferError):  # views exist: the last one unmaps
+                mapping.close()
+        if self._segment is not None:
+            self._segment.close()
+
+
+def _map_memory(size_bytes: int, segment: SharedSegment | None) -> mmap.mmap:
+    if segment is not None:
+        return mmap.mmap(segment.fd, size_bytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)

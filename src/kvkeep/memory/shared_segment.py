@@ -1,0 +1,145 @@
+"""SharedSegment: a named piece of POSIX shared memory, made by one process and opened by others.
+
+The maker holds a file lock for as long as it lives, so a name that a killed process left behind is
+recognised and taken over, and a name in use is refused. Call it from one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from pathlib import Path
+
+from kvkeep.errors import OwnershipError
+
+#: Where Linux keeps POSIX shared memory.
+_DIRECTORY = Path("/dev/shm")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_MAKE_ATTEMPTS = 8
+
+
+class SharedSegment:
+    """An open segment; ``fd`` can be mapped until :meth:`close`."""
+
+    def __init__(self, name: str, fd: int, size_bytes: int, *, is_maker: bool) -> None:
+        """Called by :meth:`make` and :meth:`open` only."""
+        self.name = name
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self._is_maker = is_maker
+
+    @classmethod
+    def make(cls, name: str, size_bytes: int) -> SharedSegment:
+        """A new, empty segment.
+
+        Args:
+            name: letters, digits, ``.``, ``_`` and ``-``.
+            size_bytes: its size; memory is committed when it is first written.
+
+        Raises:
+            ValueError: the name is malformed, or there is less shared memory than ``size_bytes``.
+            OwnershipError: a living process has made a segment of this name.
+            OSError: the system refuses.
+        """
+        path = _path(name)
+        for _ in range(_MAKE_ATTEMPTS):
+            fd = _create_locked(path)
+            if fd is None:
+                _remove_if_abandoned(path)
+                continue
+            try:
+                _check_room(size_bytes)
+                os.ftruncate(fd, size_bytes)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                os.close(fd)
+                raise
+            return cls(name, fd, size_bytes, is_maker=True)
+        raise OwnershipError(f"shared memory {name!r} is being made by other processes")
+
+    @classmethod
+    def open(cls, name: str) -> SharedSegment:
+        """The segment that another process made.
+
+        Raises:
+            ValueError: the name is malformed.
+            FileNotFoundError: there is none of this name.
+        """
+        fd = os.open(_path(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return cls(name, fd, os.fstat(fd).st_size, is_maker=False)
+
+    def close(self) -> None:
+        """Let go of the segment; the maker also removes its name. A second call does nothing."""
+        if self.fd < 0:
+            return
+        if self._is_maker:
+            _path(self.name).unlink(missing_ok=True)
+        os.close(self.fd)
+        self.fd = -1
+
+
+def _path(name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} cannot name shared memory: up to 200 letters, digits, '.', '_' and '-'"
+        )
+    if not _DIRECTORY.is_dir():
+        raise ValueError(f"named shared memory needs {_DIRECTORY}, which this system lacks")
+    return _DIRECTORY / f"kvkeep-{name}"
+
+
+def _create_locked(path: Path) -> int | None:
+    """A descriptor of the new file ``path``, locked; None if it exists."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags, 0o600)
+    except FileExistsError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # somebody took it for abandoned before it was locked
+        os.close(fd)
+        return None
+    if _is_file(path, fd):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    """Remove ``path`` if its maker is gone.
+
+    Raises:
+        OwnershipError: its maker lives.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_file(path, fd):
+                path.unlink()
+        except BlockingIOError:
+            raise OwnershipError(f"{path} belongs to a living process") from None
+        finally:
+            os.close(fd)
+
+
+def _is_file(path: Path, fd: int) -> bool:
+    """``path`` still names the file that ``fd`` is."""
+    try:
+        named = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(fd))
+
+
+def _check_room(size_bytes: int) -> None:
+    """Writing beyond what the file system holds would kill the process (SIGBUS)."""
+    room = os.statvfs(_DIRECTORY)
+    free_bytes = room.f_bavail * room.f_frsize
+    if size_bytes > free_bytes:
+        raise ValueError(
+            f"{size_bytes} bytes of shared memory were asked for, {_DIRECTORY} has {free_bytes}"
+        )
