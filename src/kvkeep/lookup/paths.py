@@ -1,0 +1,86 @@
+"""Where the lookup sockets live: one per rank, in a directory that only its owner can enter.
+
+Pure path arithmetic and one directory; callable from any thread, in the scheduler and in the
+workers alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvkeep.errors import LookupServiceError
+
+#: Bytes of a Unix socket's path, the closing zero left out (``sockaddr_un`` on Linux; 103 on
+#: macOS). MAX_PATH_BYTES = 103
+
+
+def socket_directory(base: Path | None, env: Mapping[str, str]) -> Path:
+    """The directory of this user's lookup sockets.
+
+    Args:
+        base: the directory to make it in; None for ``$XDG_RUNTIME_DIR``, else the temporary
+            directory.
+        env: environment variables.
+    """
+    if base is None:
+        runtime = env.get("XDG_RUNTIME_DIR")
+        base = Path(runtime) if runtime and Path(runtime).is_dir() else Path(tempfile.gettempdir())
+    return base / f"kvkeep-{os.getuid()}"
+
+
+def socket_path(directory: Path, engine: str, rank: int) -> Path:
+    """The socket of one worker.
+
+    Args:
+        directory: see :func:`socket_directory`.
+        engine: name of the engine instance, of any length.
+        rank: the worker's rank in it.
+
+    Raises:
+        LookupServiceError: the path is longer than a Unix socket's may be.
+    """
+    path = directory / f"{hashlib.sha256(engine.encode()).hexdigest()[:16]}-{rank}.sock"
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise LookupServiceError(
+            f"the socket path {path} is longer than {MAX_PATH_BYTES} bytes; "
+            "set lookup.socket_dir to a shorter directory"
+        )
+    return path
+
+
+def make_private(directory: Path) -> None:
+    """Create ``directory`` for this user alone, or check that it is so already.
+
+    Raises:
+        LookupServiceError: it cannot be made, belongs to somebody else, is a link, or others may
+            enter it.
+    """
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise LookupServiceError(
+            f"cannot make the socket directory {directory}: {error}"
+        ) from error
+    check_private(directory)
+
+
+def check_private(directory: Path) -> None:
+    """Check that only this user can enter ``directory``.
+
+    Raises:
+        LookupServiceError: it is missing, a link, belongs to somebody else, or others may enter it.
+    """
+    try:
+        info = directory.lstat()
+    except OSError as error:
+        raise LookupServiceError(f"no socket directory {directory}: {error}") from error
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise LookupServiceError(
+            f"{directory} must be a directory that only user {os.getuid()} can enter (mode 0700)"
+        )

@@ -1,0 +1,257 @@
+"""LookupServer: answers, inside a worker, what the scheduler asks about this worker's cache.
+
+One thread, one ROUTER socket over a Unix socket. Messages of one client are handled in their
+order, so an unpin that was sent after a lookup ends that lookup's lease however late it is
+answered. Nothing that arrives can end the
+thread: a malformed message, an exception of the engine and a client that died are answered,
+counted and forgotten. A client that dies takes nothing with it but its leases, which end at their
+deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import zmq
+
+from kvkeep.errors import KVKeepError, LookupServiceError
+from kvkeep.identity import CacheIdentity
+from kvkeep.keys import TOKEN_BYTES
+from kvkeep.lookup.messages import (
+    MAX_ERROR_CHARS,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Check,
+    CheckReply,
+    Clear,
+    ClearReply,
+    ErrorReply,
+    Hello,
+    HelloReply,
+    Lookup,
+    LookupReply,
+    Reply,
+    Request,
+    Unpin,
+    decode_request,
+    encode,
+)
+from kvkeep.lookup.paths import make_private
+from kvkeep.metrics import Metrics
+from kvkeep.tokens import RequestScope
+
+logger = logging.getLogger(__name__)
+
+#: How long :meth:`LookupServer.close` waits for the thread.
+CLOSE_TIMEOUT_S = 5.0
+
+#: Answers that wait for a client that does not read; what comes after them is dropped.
+SEND_QUEUE = 1000
+
+
+class LookupTarget(Protocol):
+    """What the server needs of a CacheEngine."""
+
+    def lookup(
+        self, tokens: object, *, lookup_id: str | None, pin: bool, scope: RequestScope
+    ) -> int:
+        """See :meth:`kvkeep.engine.CacheEngine.lookup`."""
+
+    def lookup_unpin(self, lookup_id: str) -> object:
+        """See :meth:`kvkeep.engine.CacheEngine.lookup_unpin`."""
+
+    def check(self) -> CheckNumbers:
+        """See :meth:`kvkeep.engine.CacheEngine.check`."""
+
+    def clear(self) -> int:
+        """See :meth:`kvkeep.engine.CacheEngine.clear`."""
+
+
+class CheckNumbers(Protocol):
+    """What the server reads of a CheckReport."""
+
+    @property
+    def open_leases(self) -> int:
+        """Leases that no one has ended yet."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pool handed out."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pool that can be handed out."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the pool."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks stored."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Counters by name."""
+
+
+class LookupServer:
+    """Answers lookups for one worker until it is closed."""
+
+    def __init__(
+        self, engine: LookupTarget, path: Path, *, identity: CacheIdentity, metrics: Metrics
+    ) -> None:
+        """Bind the socket and start the thread.
+
+        Args:
+            engine: the worker's engine.
+            path: the Unix socket to bind; its directory is made for this user alone.
+            identity: what the worker says about itself when asked.
+            metrics: where failures are counted.
+
+        Raises:
+            LookupServiceError: the socket cannot be bound.
+        """
+        self._engine = engine
+        self._path = path
+        self._identity = identity
+        self._metrics = metrics
+        make_private(path.parent)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._stop_send = self._context.socket(zmq.PAIR)
+        self._stop_recv = self._context.socket(zmq.PAIR)
+        self._closed = False
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.SNDHWM, SEND_QUEUE),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._stop_recv.bind("inproc://stop")
+            self._stop_send.connect("inproc://stop")
+            self._socket.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise LookupServiceError(f"cannot bind the lookup socket {path}: {error}") from error
+        self._thread = threading.Thread(target=self._serve, name="kvkeep-lookup", daemon=True)
+        self._thread.start()
+
+    @property
+    def path(self) -> Path:
+        """The Unix socket."""
+        return self._path
+
+    def close(self) -> None:
+        """Stop the thread and remove the socket; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_send.send(b"")
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("the lookup thread did not end within %g s", CLOSE_TIMEOUT_S)
+            return
+        self._context.destroy(linger=0)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def _serve(self) -> None:
+        """The thread: one message after the other."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._stop_recv, zmq.POLLIN)
+        while True:
+            if self._stop_recv in dict(poller.poll()):
+                return
+            try:
+                self._serve_one()
+            except Exception as error:  # noqa: BLE001  the thread outlives every message
+                self._fail("serve", error)
+
+    def _serve_one(self) -> None:
+        """Read one message, answer it."""
+        frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        if len(frames) != 2:
+            raise LookupServiceError(f"a message of {len(frames)} frames, expected 2")
+        client, data = frames
+        reply = self._answer(data)
+        if reply is not None:
+            with contextlib.suppress(zmq.Again):  # a client that does not read loses the answer
+                self._socket.send_multipart([client, encode(reply)], zmq.NOBLOCK)
+
+    def _answer(self, data: bytes) -> Reply | None:
+        """The answer to one message, an ErrorReply if anything fails."""
+        seq = 0
+        try:
+            request = decode_request(data)
+            seq = request.seq
+            return self._dispatch(request)
+        except Exception as error:  # noqa: BLE001  the top of this task
+            self._fail("lookup", error)
+            return ErrorReply(seq, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+
+    def _dispatch(self, request: Request) -> Reply | None:
+        match request:
+            case Lookup():
+                return LookupReply(request.seq, self._lookup(request))
+            case Unpin():
+                for lookup_id in request.lookup_ids:
+                    self._engine.lookup_unpin(lookup_id)
+                return None
+            case Hello():
+                return self._hello(request)
+            case Check():
+                report = self._engine.check()
+                return CheckReply(
+                    request.seq,
+                    report.open_leases,
+                    report.used_bytes,
+                    report.free_bytes,
+                    report.capacity_bytes,
+                    report.num_chunks,
+                    dict(report.metrics),
+                )
+            case Clear():
+                return ClearReply(request.seq, self._engine.clear())
+
+    def _lookup(self, request: Lookup) -> int:
+        if len(request.tokens) % TOKEN_BYTES:
+            raise LookupServiceError(
+                f"{len(request.tokens)} bytes are no whole number of token ids"
+            )
+        tokens = np.frombuffer(request.tokens, "<u4")
+        return self._engine.lookup(
+            tokens, lookup_id=request.lookup_id, pin=request.pin, scope=request.scope.scope()
+        )
+
+    def _hello(self, request: Hello) -> HelloReply:
+        if request.protocol != PROTOCOL:
+            raise LookupServiceError(
+                f"the client speaks version {request.protocol} of the protocol, not {PROTOCOL}"
+            )
+        identity = self._identity
+        return HelloReply(
+            request.seq,
+            PROTOCOL,
+            identity.rank,
+            identity.world_size,
+            identity.chunk_size,
+            identity.digest(),
+        )
+
+    def _fail(self, operation: str, error: Exception) -> None:
+        cause = "malformed" if isinstance(error, LookupServiceError) else type(error).__name__
+        self._metrics.failure("lookup", operation, cause)
+        logger.warning(
+            "lookup server: %s failed: %s",
+            operation,
+            error,
+            exc_info=not isinstance(error, KVKeepError),
+        )
