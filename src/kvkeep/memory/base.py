@@ -61,7 +61,7 @@ class MemoryObj:
     It starts with one reference, which belongs to whoever allocated it.
     """
 
-    __slots__ = ("_allocator", "_array", "_pins", "_refs", "metadata", "offset")
+    __slots__ = ("_allocator", "_array", "_is_over", "_pins", "_refs", "metadata", "offset")
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class MemoryObj:
         self._array: npt.NDArray[np.uint8] | None = array
         self._refs = 1  # guarded by _allocator.count_lock
         self._pins = 0  # guarded by _allocator.count_lock
+        self._is_over = False  # it went back to the allocator; guarded by _allocator.count_lock
         self.metadata = metadata
         self.offset = offset
 
@@ -200,9 +201,10 @@ class MemoryObj:
         self._note_release_locked()
 
     def _note_release_locked(self) -> None:
-        if self._refs or self._pins:
+        if self._refs or self._pins or self._is_over:
             self._allocator.note_release_locked(None)
         else:
+            self._is_over = True
             self._array = None
             self._allocator.note_release_locked(self)
 
@@ -226,7 +228,7 @@ class MemoryAllocatorInterface(ABC):
 
     #: Guards the counts of this allocator's objects, and the allocator's own lists: counting,
     #: allocating and freeing take it and nothing else. Never held across a copy, I/O or a wait.
-    count_lock: threading.Lock
+    count_lock: threading.RLock
 
     @abstractmethod
     def allocate(
@@ -335,7 +337,7 @@ def batched_unpin(objects: Sequence[MemoryObj]) -> None:
     _give_all(objects, MemoryObj._unpin_locked)
 
 
-def _runs(objects: Sequence[MemoryObj]) -> Iterator[tuple[threading.Lock, Sequence[MemoryObj]]]:
+def _runs(objects: Sequence[MemoryObj]) -> Iterator[tuple[threading.RLock, Sequence[MemoryObj]]]:
     """The objects in order, in runs that share a lock. Nearly always that is one run."""
     locks = [obj._allocator.count_lock for obj in objects]
     start = 0

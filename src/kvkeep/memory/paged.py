@@ -69,8 +69,7 @@ class PagedAllocator(PoolAllocator):
         num_fresh = max(0, count - len(free))
         if size_bytes > self.slot_bytes or self._num_fresh_used + num_fresh > self.num_slots:
             return None
-        offsets = free[: -(count + 1) : -1]
-        del free[len(free) - len(offsets) :]
+        offsets = [free.pop() for _ in range(count - num_fresh)]
         if num_fresh:
             first = self._num_fresh_used
             self._num_fresh_used = first + num_fresh

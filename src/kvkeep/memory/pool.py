@@ -6,9 +6,10 @@ for stand here; a subclass says how ranges are found and given back.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 import numpy as np
@@ -33,7 +34,9 @@ class ReleaseSignal:
     """The lock of one or several pools, and the means to wait for a release in any of them."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        # Re-entrant: the garbage collector may close an abandoned generator, which gives its
+        # references back, at any moment, also while this thread holds the lock.
+        self.lock = threading.RLock()
         self.count = 0  # guarded by lock
         self._waiters = 0  # guarded by lock
         self._released = threading.Condition(self.lock)
@@ -71,6 +74,8 @@ class PoolAllocator(MemoryAllocatorInterface):
         self.signal = signal if signal is not None else ReleaseSignal()
         self.count_lock = self.signal.lock
         self._living: dict[int, MemoryObj] = {}  # by offset; guarded by count_lock
+        self._ended: list[MemoryObj] = []  # out of use, not yet taken back; guarded by count_lock
+        self._is_busy = False  # the lists are being changed or walked; guarded by count_lock
 
     @abstractmethod
     def _take_locked(self, size_bytes: int, count: int) -> Sequence[int] | None:
@@ -118,7 +123,11 @@ class PoolAllocator(MemoryAllocatorInterface):
             array = self._array
             if array is None:
                 return None
-            offsets = self._take_locked(size_bytes, batch_size)
+            self._is_busy = True
+            try:
+                offsets = self._take_locked(size_bytes, batch_size)
+            finally:
+                self._settle_locked()
             if offsets is None:
                 return None
             for offset in offsets:
@@ -132,10 +141,31 @@ class PoolAllocator(MemoryAllocatorInterface):
     def note_release_locked(self, ended: MemoryObj | None) -> None:
         """Called by MemoryObj alone; see the interface."""
         if ended is not None:
-            del self._living[ended.offset]
-            if self._array is not None:
-                self._give_locked(ended.offset)
+            self._ended.append(ended)
+            if not self._is_busy:
+                self._settle_locked()
         self.signal.ring_locked()
+
+    def _settle_locked(self) -> None:
+        """Take the memory of objects back that are out of use."""
+        self._is_busy = True
+        try:
+            while self._ended:
+                offset = self._ended.pop().offset
+                del self._living[offset]
+                if self._array is not None:
+                    self._give_locked(offset)
+        finally:
+            self._is_busy = False
+
+    @contextlib.contextmanager
+    def _busy_locked(self) -> Iterator[None]:
+        """Objects that go out of use meanwhile, in this thread, are taken back at the end."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._settle_locked()
 
     @property
     def release_count(self) -> int:
@@ -163,7 +193,7 @@ class PoolAllocator(MemoryAllocatorInterface):
             OwnershipError: an object or a free range is where it must not be; the message says
                 where.
         """
-        with self.count_lock:
+        with self.count_lock, self._busy_locked():
             array = self._array
             if array is None:
                 return MemoryReport(0, 0, 0, len(self._living))
@@ -179,6 +209,8 @@ class PoolAllocator(MemoryAllocatorInterface):
             raise OwnershipError(f"objects and ranges handed out differ at the offsets {lost}")
         base = _address(array) - self._start
         for offset, obj in self._living.items():
+            if obj in self._ended:  # just now, by the garbage collector
+                continue
             if not obj.is_alive or obj.ref_count + obj.pin_count < 1:
                 raise OwnershipError(f"{obj!r} is listed as alive and nobody holds it")
             if obj.offset != offset or _address(obj.array) != base + offset:
@@ -191,10 +223,11 @@ class PoolAllocator(MemoryAllocatorInterface):
         with self.count_lock:
             if self._array is None:
                 return
-            self._array = None
-            for obj in self._living.values():
-                obj.invalidate_locked()
-            self._close_locked()
+            with self._busy_locked():
+                self._array = None
+                for obj in self._living.values():
+                    obj.invalidate_locked()
+                self._close_locked()
             self.signal.ring_locked()
         self._arena.give_back(self._start)
 
