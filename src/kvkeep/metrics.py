@@ -127,7 +127,7 @@ class Metrics:
         self._gauges["kvkeep_chunks"].labels(tier).set_function(count)
 
     def snapshot(self) -> dict[str, float]:
-        """Every value now, by name and labels: ``'kvkeep_bytes_total{tier="x",direction="load"}'``."""
+        """Every value now, by name and labels: ``'kvkeep_evictions_total{tier="x"}'``."""
         values: dict[str, float] = {}
         for family in self.registry.collect():
             for sample in family.samples:

@@ -14,7 +14,7 @@ sentences.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -135,6 +135,12 @@ class StorageBackendInterface(ABC):
         a prefix ends up more recent than its suffix (spec 5.5).
         """
 
+    def touch_cache(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - not every tier evicts
+        """Note one use of each chunk, the last one first, so that a prefix outlives its suffix.
+
+        A tier that keeps no order of use does nothing. Keys that are not there are skipped.
+        """
+
     @abstractmethod
     def clear(self) -> int:
         """Remove everything; returns how many chunks there were."""
@@ -181,8 +187,13 @@ class AllocatorBackendInterface(StorageBackendInterface):
         *,
         eviction: bool = True,
         busy_loop: bool = True,
+        protect: Collection[ChunkKey] = (),
     ) -> list[MemoryObj] | None:
         """``batch_size`` objects with one reference each, all or none.
+
+        As few chunks as possible are evicted, and none in vain: if evicting all that may go would
+        not make enough room, nothing is evicted. No part of a batch is held while waiting for the
+        rest.
 
         Args:
             shape: of one object.
@@ -192,6 +203,7 @@ class AllocatorBackendInterface(StorageBackendInterface):
             eviction: chunks may be evicted to make room.
             busy_loop: wait, up to the backend's deadline, for memory to be released when there is
                 nothing to evict (loads); False returns None at once (stores).
+            protect: chunks that must not be evicted for it, such as the prefix of what is stored.
         """
 
     @abstractmethod

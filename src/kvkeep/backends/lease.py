@@ -7,14 +7,19 @@ any thread.
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvkeep.errors import BackendError
 from kvkeep.keys import ChunkKey
 
 if TYPE_CHECKING:
     from kvkeep.backends.base import StorageBackendInterface
     from kvkeep.memory.base import MemoryObj
+
+_log = logging.getLogger(__name__)
 
 
 class Lease:
@@ -30,7 +35,7 @@ class Lease:
         self.owner = owner
         self.deadline = deadline
         self._lock = threading.Lock()
-        self._pins: list[tuple[StorageBackendInterface, ChunkKey, MemoryObj]] = []  # by _lock
+        self._pins: dict[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]] = {}  # by _lock
         self._by_key: dict[ChunkKey, MemoryObj] = {}  # guarded by _lock
         self._released = False  # guarded by _lock
 
@@ -40,11 +45,21 @@ class Lease:
         Returns:
             False if the lease was given back already; the caller then keeps the pin.
         """
+        return self.add_all(backend, [(key, obj)])
+
+    def add_all(
+        self, backend: StorageBackendInterface, entries: Sequence[tuple[ChunkKey, MemoryObj]]
+    ) -> bool:
+        """Become the owner of several pins at once, in the order in which they were taken.
+
+        Returns:
+            False if the lease was given back already; the caller then keeps all of them.
+        """
         with self._lock:
             if self._released:
                 return False
-            self._pins.append((backend, key, obj))
-            self._by_key[key] = obj
+            self._pins.setdefault(backend, []).extend(entries)
+            self._by_key.update(entries)
             return True
 
     def get(self, key: ChunkKey) -> MemoryObj | None:
@@ -58,22 +73,23 @@ class Lease:
     def __len__(self) -> int:
         """Number of pins held."""
         with self._lock:
-            return len(self._pins)
+            return sum(map(len, self._pins.values()))
 
     def expired(self, now: float) -> bool:
         """The deadline has passed at ``now`` (``time.monotonic()``)."""
         return now >= self.deadline
 
     def release(self) -> None:
-        """Unpin everything and let the backends note what was used (``touch_cache``)."""
+        """Unpin everything and let the backends note what was used (``touch_cache``).
+
+        A backend that fails at it is logged and does not keep the others' pins.
+        """
         with self._lock:
-            pins, self._pins = self._pins, []
+            pins, self._pins = self._pins, {}
             self._by_key = {}
             self._released = True
-        per_backend: dict[
-            int, tuple[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]]
-        ] = {}
-        for backend, key, obj in pins:
-            per_backend.setdefault(id(backend), (backend, []))[1].append((key, obj))
-        for backend, entries in per_backend.values():
-            backend.batched_unpin(entries)
+        for backend, entries in pins.items():
+            try:
+                backend.batched_unpin(entries)
+            except BackendError as error:
+                _log.warning("lease of %s: %s", self.owner, error)

@@ -280,6 +280,13 @@ class MemoryAllocatorInterface(ABC):
         """
 
     @abstractmethod
+    def room_for(self, size_bytes: int, fmt: MemoryFormat = MemoryFormat.KV_2LTD) -> int:
+        """How many more objects of ``size_bytes`` fit now, in constant time.
+
+        Exact for equal slots; elsewhere an upper bound, since free ranges may be too short.
+        """
+
+    @abstractmethod
     def usage(self) -> MemoryReport:
         """The figures of :meth:`memcheck` from counters, in constant time and without proof."""
 

@@ -64,6 +64,11 @@ class GeneralAllocator(PoolAllocator):
         needed = self._rounded(size_bytes) * batch_size
         return self._array is not None and needed <= self._capacity_bytes
 
+    def room_for(self, size_bytes: int, fmt: MemoryFormat = MemoryFormat.KV_2LTD) -> int:
+        """Free bytes divided by what an object takes; see the interface."""
+        with self.count_lock:
+            return self._free_bytes // self._rounded(size_bytes) if self._array is not None else 0
+
     def _rounded(self, size_bytes: int) -> int:
         return -(-size_bytes // self._align) * self._align
 

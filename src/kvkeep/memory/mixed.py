@@ -68,6 +68,10 @@ class MixedMemoryAllocator(MemoryAllocatorInterface):
         """An empty pool of this format would have room for them."""
         return self._pool(fmt).can_ever_fit(size_bytes, batch_size, fmt)
 
+    def room_for(self, size_bytes: int, fmt: MemoryFormat = MemoryFormat.KV_2LTD) -> int:
+        """How many more objects fit into the pool of this format now; see the interface."""
+        return self._pool(fmt).room_for(size_bytes, fmt)
+
     def usage(self) -> MemoryReport:
         """Both pools together."""
         return _sum(self.tensor_allocator.usage(), self.buffer_allocator.usage())

@@ -64,6 +64,13 @@ class PagedAllocator(PoolAllocator):
         is_open = self._array is not None
         return is_open and size_bytes <= self.slot_bytes and batch_size <= self.num_slots
 
+    def room_for(self, size_bytes: int, fmt: MemoryFormat = MemoryFormat.KV_2LTD) -> int:
+        """Free slots, if ``size_bytes`` fits one; see the interface."""
+        with self.count_lock:
+            if self._array is None or size_bytes > self.slot_bytes:
+                return 0
+            return len(self._free) + self.num_slots - self._num_fresh_used
+
     def _take_locked(self, size_bytes: int, count: int) -> Sequence[int] | None:
         free = self._free
         num_fresh = max(0, count - len(free))
