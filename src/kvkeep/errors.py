@@ -18,6 +18,8 @@ a wrong argument, a wrong setting, a backend that failed.
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class KVKeepError(Exception):
     """Base of all of kvkeep's exceptions."""
@@ -67,6 +69,11 @@ class BackendError(KVKeepError, RuntimeError):
         self.backend = backend
         self.operation = operation
         self.key = key
+        self._message = message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        named = {"backend": self.backend, "operation": self.operation, "key": self.key}
+        return partial(type(self), self._message, **named), ()
 
 
 class BackendTimeoutError(BackendError):
@@ -89,3 +96,6 @@ class MissingExtraError(KVKeepError, ImportError):
         super().__init__(f"{feature} needs an optional package: pip install 'kvkeep[{extra}]'")
         self.feature = feature
         self.extra = extra
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.feature, self.extra)

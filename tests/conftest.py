@@ -1,0 +1,42 @@
+"""What every test shares: no thread may outlive the test that started it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile(
+    "kvkeep",
+    deadline=None,  # the machine may be shared; speed is measured in benchmarks/
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("kvkeep")
+
+#: Threads that libraries keep for the life of the process, by the name of their class.
+LIBRARY_THREADS = frozenset({"TMonitor"})
+#: How long a thread may take to end after its owner was closed.
+END_TIMEOUT_S = 10.0
+
+
+def _alive(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and type(thread).__name__ not in LIBRARY_THREADS
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Fail the test if a thread that it started is still alive afterwards."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + END_TIMEOUT_S
+    for thread in _alive(before):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert not _alive(before), "threads left running"
