@@ -72,8 +72,14 @@ class BackendError(KVKeepError, RuntimeError):
         self._message = message
 
     def __reduce__(self) -> tuple[object, ...]:
-        named = {"backend": self.backend, "operation": self.operation, "key": self.key}
-        return partial(type(self), self._message, **named), ()
+        rebuild = partial(
+            type(self),
+            self._message,
+            backend=self.backend,
+            operation=self.operation,
+            key=self.key,
+        )
+        return rebuild, ()
 
 
 class BackendTimeoutError(BackendError):

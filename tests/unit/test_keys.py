@@ -1,4 +1,4 @@
-"""Keys: golden vectors, an independent reading of docs/formats.md, and the same in every process."""
+"""Keys: golden vectors, a second reading of docs/formats.md, the same in every process."""
 
 from __future__ import annotations
 

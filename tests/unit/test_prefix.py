@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -86,7 +88,7 @@ def test_located_runs_cover_the_longest_prefix_that_anyone_holds(case):
         assert run.start == position < run.end
         position = run.end
         assert all(rows[int(run.location)][run.start : run.end])
-    for run, following in zip(runs, runs[1:], strict=False):
+    for run, following in itertools.pairwise(runs):
         assert run.location != following.location
 
 
@@ -126,5 +128,5 @@ def test_page_runs_put_together_are_the_pages(pages):
     assert [start for start, _, _ in runs] == [
         sum(count for _, _, count in runs[:index]) for index in range(len(runs))
     ]
-    for (_, first, count), (_, following, _) in zip(runs, runs[1:], strict=False):
+    for (_, first, count), (_, following, _) in itertools.pairwise(runs):
         assert following != first + count
