@@ -1,0 +1,224 @@
+"""The KV caches of transformers: which kind a model uses, and how one is filled from token-major memory.
+
+transformers keeps, per layer, K and V as [rows, KV heads, tokens, head size] (``DynamicLayer``). kvkeep
+moves K and V as [tokens, KV heads, head size]; the functions here turn one view into the other without
+copying. Called from the thread that calls the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvkeep.connectors.hf.rows import PromptRow
+from kvkeep.errors import LayoutError
+from kvkeep.layout import DTYPE_SIZES, GroupLayout, KVLayout, MemoryFormat
+
+#: RoPE kinds whose rotation of a token depends on how long the whole prompt is.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+#: K and V of one layer, each [tokens, KV heads, head size].
+LayerPair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCaches:
+    """What a model's KV cache looks like.
+
+    Attributes:
+        layout: the declared layout.
+        dtype: element type of K and V.
+        devices: device of each layer's cache.
+        takes_positions: the model's forward accepts ``position_ids``.
+        takes_logits_to_keep: ... and ``logits_to_keep``.
+    """
+
+    layout: KVLayout
+    dtype: torch.dtype
+    devices: tuple[torch.device, ...]
+    takes_positions: bool
+    takes_logits_to_keep: bool
+
+    def allocate(self, num_tokens: int) -> list[LayerPair]:
+        """Uninitialised K and V for ``num_tokens`` tokens, one pair per layer, token-major."""
+        shape = (num_tokens, self.layout.num_kv_heads, self.layout.head_size)
+        return [
+            (
+                torch.empty(shape, dtype=self.dtype, device=device),
+                torch.empty(shape, dtype=self.dtype, device=device),
+            )
+            for device in self.devices
+        ]
+
+
+def declare_caches(model: Any) -> ModelCaches:
+    """Declare the layout that a model's config promises, and check that the model keeps to it.
+
+    Runs one forward pass over a few tokens.
+
+    Raises:
+        LayoutError: the model keeps another kind of cache than plain attention KV that grows by one
+            entry per token; the message names it.
+    """
+    if model.config.is_encoder_decoder:
+        raise LayoutError(f"{type(model).__name__} is an encoder-decoder; only decoders are supported")
+    config = model.config.get_text_config(decoder=True)
+    _check_rope(config)
+    _check_layers(new_cache(model), f"the config of {type(model).__name__}", config)
+    layout = _declared_layout(model, config)
+    signature = inspect.signature(model.forward).parameters
+    devices = _probe(model, layout)
+    return ModelCaches(
+        layout=layout,
+        dtype=getattr(torch, layout.dtype),
+        devices=devices,
+        takes_positions="position_ids" in signature,
+        takes_logits_to_keep="logits_to_keep" in signature,
+    )
+
+
+def new_cache(model: Any) -> Any:
+    """An empty cache of the kind that generate would make for this model."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def fill_cache(cache: Any, pairs: Sequence[LayerPair]) -> None:
+    """Let an empty cache of one row hold ``pairs`` (views, not copies)."""
+    for layer, (keys, values) in zip(cache.layers, pairs, strict=True):
+        set_layer(layer, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+
+
+def set_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Let a DynamicLayer hold K and V, each [rows, heads, tokens, head size]."""
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+
+
+def row_pairs(cache: Any, row: int, first: int, last: int) -> list[LayerPair]:
+    """Token-major views of columns [first, last) of one row of a cache."""
+    return [
+        (
+            layer.keys[row, :, first:last].transpose(0, 1),
+            layer.values[row, :, first:last].transpose(0, 1),
+        )
+        for layer in cache.layers
+    ]
+
+
+def join_rows(model: Any, rows: Sequence[PromptRow], caches: list[Any]) -> Any:
+    """One left-padded cache out of one cache per row; the last token of each row is left out.
+
+    Args:
+        model: the model.
+        rows: the prompts.
+        caches: a cache of one row for each, that holds its tokens but perhaps the last one. They
+            are emptied meanwhile, so that the KV is in memory twice for one layer at a time only.
+    """
+    width = rows[0].padding + rows[0].num_tokens - 1
+    joined = new_cache(model)
+    if width == 0:
+        return joined
+    for number, target in enumerate(joined.layers):
+        parts = [cache.layers[number] for cache in caches]
+        kept = [row.num_tokens - 1 for row in rows]
+        if len(rows) == 1 and rows[0].padding == 0:
+            set_layer(target, parts[0].keys[:, :, :width], parts[0].values[:, :, :width])
+            continue
+        full = next(part for part, tokens in zip(parts, kept, strict=True) if tokens)
+        shape = (len(rows), full.keys.shape[1], width, full.keys.shape[3])
+        keys, values = full.keys.new_zeros(shape), full.values.new_zeros(shape)
+        for row, part, tokens in zip(rows, parts, kept, strict=True):
+            if tokens:
+                keys[row.index, :, row.padding :] = part.keys[0, :, :tokens]
+                values[row.index, :, row.padding :] = part.values[0, :, :tokens]
+            part.reset()
+        set_layer(target, keys, values)
+    return joined
+
+
+def _check_rope(config: Any) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters.get("rope_type")]
+    kinds += [item.get("rope_type") for item in parameters.values() if isinstance(item, dict)]
+    for kind in kinds:
+        if kind in LENGTH_DEPENDENT_ROPE:
+            raise LayoutError(
+                f"rope_type {kind!r}: the KV of a token depends on the length of the whole prompt, so "
+                "it does not belong to a prefix"
+            )
+
+
+def _check_layers(cache: Any, where: str, config: Any) -> None:
+    """A DynamicCache whose layers are all plain DynamicLayers, one per layer of the model."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    if type(cache) is not DynamicCache:
+        raise LayoutError(
+            f"{where} uses the cache {type(cache).__name__}; only DynamicCache is supported"
+        )
+    others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+    if others:
+        raise LayoutError(
+            f"{where} has cache layers of the kind {', '.join(others)}; only plain attention "
+            "(DynamicLayer) is supported, since anything else does not grow by one entry per token"
+        )
+    if len(cache.layers) != config.num_hidden_layers:
+        raise LayoutError(
+            f"{where} has {len(cache.layers)} cache layers for {config.num_hidden_layers} layers"
+        )
+
+
+def _declared_layout(model: Any, config: Any) -> KVLayout:
+    """The layout that the config promises."""
+    import transformers
+
+    query_heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(query_heads, int):
+        raise LayoutError(f"the config of {type(model).__name__} does not say its attention heads")
+    heads = getattr(config, "num_key_value_heads", None) or query_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_SIZES:
+        raise LayoutError(f"the model runs in {dtype}; known are {', '.join(DTYPE_SIZES)}")
+    layer_bytes = 2 * heads * head_size * DTYPE_SIZES[dtype]
+    return KVLayout(
+        fmt=MemoryFormat.KV_2LTD,
+        dtype=dtype,
+        page_size=1,
+        groups=(GroupLayout("full", config.num_hidden_layers, layer_bytes),),
+        num_kv_heads=heads,
+        head_size=head_size,
+        engine=f"transformers {transformers.__version__} DynamicCache",
+    )
+
+
+def _probe(model: Any, layout: KVLayout) -> tuple[torch.device, ...]:
+    """Run a few tokens and compare the cache that comes out with ``layout``.
+
+    Returns:
+        The device of each layer's cache.
+    """
+    # A token count that differs from all other sizes, so that no two axes can be mistaken.
+    count = next(n for n in range(2, 6) if n not in (layout.num_kv_heads, layout.head_size))
+    ids = torch.zeros((1, count), dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    name = type(model).__name__
+    _check_layers(cache, name, model.config.get_text_config(decoder=True))
+    expected = (1, layout.num_kv_heads, count, layout.head_size)
+    for number, layer in enumerate(cache.layers):
+        for tensor in (layer.keys, layer.values):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tuple(tensor.shape) != expected or dtype != layout.dtype:
+                raise LayoutError(
+                    f"layer {number} of {name} keeps {dtype} {tuple(tensor.shape)}, but its config "
+                    f"promises {layout.dtype} {expected}"
+                )
+    return tuple(layer.keys.device for layer in cache.layers)

@@ -1,0 +1,93 @@
+"""What a model's KV depends on besides the tokens: a fingerprint of weights, buffers and config.
+
+The whole content of every tensor is hashed, so that no change of a weight goes unseen; about a second
+per gigabyte and core, once per attached model. :func:`weights_state` is the cheap look that tells
+whether that has to be done again. Called from the thread that calls the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from kvkeep.errors import IdentityError
+
+#: Config entries on which KV does not depend.
+IGNORED_CONFIG = frozenset({"_name_or_path", "transformers_version", "use_cache", "id2label", "label2id"})
+#: Threads that hash; hashing releases the interpreter's lock.
+MAX_THREADS = 4
+
+
+def weights_fingerprint(model: Any) -> str:
+    """Hex SHA-256 over names, shapes, dtypes and contents of all parameters and buffers.
+
+    Args:
+        model: a torch module.
+
+    Raises:
+        IdentityError: a tensor's content cannot be read (offloaded weights, say).
+    """
+    tensors = sorted(_tensors(model), key=lambda item: item[0])
+    threads = max(1, min(MAX_THREADS, os.cpu_count() or 1))
+    with ThreadPoolExecutor(threads, thread_name_prefix="kvkeep-fingerprint") as pool:
+        digests = list(pool.map(lambda item: _tensor_digest(*item), tensors))
+    return hashlib.sha256(b"kvkeep weights\0" + b"".join(digests)).hexdigest()
+
+
+def config_digest(model: Any) -> str:
+    """Hex SHA-256 over the model's config (RoPE parameters included) and attention implementation.
+
+    Other attention code gives the same KV but for rounding. It is part of the identity all the same,
+    so that what is loaded is what this very code would have computed.
+    """
+    config = model.config
+    values = {name: value for name, value in config.to_dict().items() if name not in IGNORED_CONFIG}
+    text = json.dumps(
+        [values, getattr(config, "_attn_implementation", None)], sort_keys=True, default=str
+    )
+    return hashlib.sha256(b"kvkeep config\0" + text.encode()).hexdigest()
+
+
+def weights_state(model: Any) -> int:
+    """A number that changes when a weight is replaced or written to by torch, found without reading it.
+
+    Writes that go around torch (through ``.data`` or a numpy view) do not show.
+    """
+    return hash(
+        tuple(
+            (name, tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+            for name, tensor in _tensors(model)
+            if not tensor.is_meta
+        )
+    )
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
+    """32 bytes that stand for one tensor."""
+    if tensor.is_meta:
+        raise IdentityError(
+            f"the weights {name!r} are not in memory, so they have no fingerprint; pass revision="
+        )
+    flat = tensor.detach().contiguous().reshape(-1)
+    try:
+        content = flat.view(torch.uint8).cpu().numpy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise IdentityError(
+            f"cannot read the weights {name!r} ({type(tensor).__name__}, {tensor.dtype}); "
+            f"pass revision=: {error}"
+        ) from error
+    head = f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode()
+    digest = hashlib.sha256(head)
+    digest.update(content)
+    return digest.digest()

@@ -1,0 +1,335 @@
+"""attach and KVKeepModel: ``generate`` that loads the KV of a known prefix instead of computing it.
+
+A call goes through each prompt of the batch by itself (docs/architecture.md): strip the padding, look
+up, load what is stored, compute the rest up to the last token but one, store the new chunks; then join
+the prompts into one left-padded cache and let the model's own generate go on from there. So it computes
+the last token of each prompt first, whatever was found, and a batch may hit different lengths.
+
+One thread at a time may call ``generate``, as with the model itself; the copying is locked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvkeep.config import Settings, load_settings
+from kvkeep.connectors.hf.arguments import GenerateCall, check_call
+from kvkeep.connectors.hf.caches import (
+    LayerPair,
+    ModelCaches,
+    declare_caches,
+    fill_cache,
+    join_rows,
+    new_cache,
+    row_pairs,
+)
+from kvkeep.connectors.hf.fingerprint import config_digest, weights_fingerprint, weights_state
+from kvkeep.connectors.hf.rows import CallReport, PromptRow, RowReport, split_rows
+from kvkeep.engine import CacheEngine
+from kvkeep.errors import LayoutError, MissingExtraError
+from kvkeep.gpu.dense import DenseGPUConnector
+from kvkeep.identity import TAG_PREFIX, CacheIdentity
+from kvkeep.manager import CacheManager
+from kvkeep.tokens import PLAIN, RequestScope, make_scope
+
+#: Tokens of the caches on which the layout is tried out when a model is attached.
+SELF_TEST_TOKENS = 8
+
+
+def attach(
+    model: Any,
+    settings: Settings | None = None,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    salt: str = "",
+) -> KVKeepModel:
+    """Give a transformers model a KV cache that outlives its calls.
+
+    Args:
+        model: a decoder of transformers with ``generate``, on any device, in any dtype.
+        settings: None reads the ``KVKEEP_...`` environment and its YAML file.
+        name: name of the model in the identity; None for the settings' or the model's own.
+        revision: what tells these weights from others; None for the settings' or a fingerprint of all
+            weights, which takes about a second per gigabyte. Who passes it promises that equal texts mean
+            equal weights.
+        salt: keeps this cache apart from others that have the same model.
+
+    Returns:
+        The model in a wrapper: ``generate`` uses the cache, everything else is the model's.
+
+    Raises:
+        LayoutError: the model's cache is not plain attention KV, or it carries adapters.
+        IdentityError: the weights cannot be read and no revision was given.
+        ConfigError: the environment or its file has a wrong setting.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("kvkeep.connectors.hf", "hf") from error
+    if settings is None:
+        settings = load_settings(env=os.environ)
+    _refuse_adapters(model)
+    caches = declare_caches(model)
+    weights = _Weights(model, revision or settings.identity.revision)
+    identity = CacheIdentity(
+        model=name or settings.identity.model or model.name_or_path or model.config.model_type,
+        revision=f"weights:{weights.first} config:{config_digest(model)}",
+        layout=caches.layout,
+        chunk_size=settings.chunk_size,
+        salt=salt,
+        tags=settings.identity.tags,
+    )
+    connector = DenseGPUConnector(caches.layout)
+    connector.register_kv_caches(caches.allocate(SELF_TEST_TOKENS))
+    manager = CacheManager.create(settings, identity, connector)
+    return KVKeepModel(model, manager, caches, weights)
+
+
+class KVKeepModel:
+    """A transformers model whose ``generate`` keeps the KV of prompts. Made by :func:`attach`.
+
+    Attributes that are not listed here are the model's.
+
+    Attributes:
+        model: the model itself; its own ``generate`` runs without the cache.
+        last_call: what the last ``generate`` found, loaded and stored; None before the first.
+    """
+
+    def __init__(
+        self, model: Any, manager: CacheManager, caches: ModelCaches, weights: _Weights
+    ) -> None:
+        self.model = model
+        self.last_call: CallReport | None = None
+        self._manager = manager
+        self._caches = caches
+        self._weights = weights
+        self._lock = threading.Lock()  # one copy at a time: a connector serves one caller
+        self._ids = itertools.count()
+        self._closed = False
+
+    @property
+    def engine(self) -> CacheEngine:
+        """The engine, for lookup, freeze, clear and health."""
+        return self._manager.engine
+
+    def stats(self) -> dict[str, float]:
+        """All metrics by name and labels, as ``Metrics.snapshot`` gives them."""
+        return self._manager.metrics.snapshot()
+
+    def generate(
+        self, inputs: torch.Tensor | None = None, generation_config: Any = None, **options: Any
+    ) -> Any:
+        """``model.generate``, with the same arguments and the same result.
+
+        Padding is on the left, as models that decode need it. Without ``attention_mask`` the padding is
+        taken from the pad token as transformers does it.
+
+        Args:
+            inputs: token ids [rows, tokens]; or pass ``input_ids``.
+            generation_config: as in transformers.
+            options: all other arguments of the model's generate (it is its interface, not ours).
+
+        Raises:
+            LayoutError: the call brings or chooses a cache of its own.
+            ValueError: an argument cannot be honoured, or the batch is not padded on the left.
+            RuntimeError: the wrapper was closed, or the model is in training mode.
+        """
+        if self._closed:
+            raise RuntimeError("generate was called on a kept model that was closed")
+        if self.model.training:
+            raise RuntimeError("the model is in training mode, where KV is random; call eval() first")
+        call = check_call(self.model, inputs, {"generation_config": generation_config, **options})
+        rows = split_rows(call.input_ids, call.attention_mask)
+        scope = self._weights.scope()
+        clock = _Clock()
+        with torch.no_grad():
+            prepared = [self._prepare(row, scope, clock) for row in rows]
+            cache = join_rows(self.model, rows, [item[0] for item in prepared])
+            if call.num_copies > 1:
+                cache.batch_repeat_interleave(call.num_copies)
+        reports = [item[1] for item in prepared]
+        self.last_call = CallReport(reports, clock.load_s, clock.prefill_s, clock.store_s)
+        result = self.model.generate(
+            call.input_ids,
+            attention_mask=call.attention_mask,
+            past_key_values=cache,
+            **call.options,
+        )
+        if self._manager.settings.store_decode:
+            self._store_decoded(call, rows, cache, result, scope)
+        return result
+
+    def close(self) -> None:
+        """Give the memory back; the model itself stays usable. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._manager.close()
+
+    def __enter__(self) -> KVKeepModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass, without the cache."""
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model":  # before __init__, or while being unpickled
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    def _prepare(
+        self, row: PromptRow, scope: RequestScope, clock: _Clock
+    ) -> tuple[Any, RowReport]:
+        """A cache that holds the row's tokens, but perhaps the last one, and what was done for it."""
+        settings = self._manager.settings
+        total = row.num_tokens
+        fills_chunk = total % settings.chunk_size == 0 or settings.save_unfull_chunk
+        wanted = total if fills_chunk else total - 1
+        cache = new_cache(self.model)
+        started = clock.now()
+        found, pairs = self._load(row.tokens, scope)
+        loaded = len(pairs[0][0]) if pairs else 0
+        if loaded:
+            fill_cache(cache, pairs)
+        clock.load_s += clock.now() - started
+        started = clock.now()
+        if loaded < wanted:
+            self._prefill(row.tokens, cache, loaded, wanted)
+        clock.prefill_s += clock.now() - started
+        started = clock.now()
+        stored = found
+        if wanted > loaded:
+            stored = self._store(row.tokens[:wanted], row_pairs(cache, 0, 0, wanted), scope)
+        clock.store_s += clock.now() - started
+        return cache, RowReport(total, found, min(loaded, total - 1), stored)
+
+    def _load(self, tokens: torch.Tensor, scope: RequestScope) -> tuple[int, list[LayerPair]]:
+        """Tokens found, and K and V of those that could be loaded (an empty list for none)."""
+        lookup_id = f"generate-{next(self._ids)}"
+        with self._lock:
+            try:
+                found = self.engine.lookup(tokens, lookup_id=lookup_id, pin=True, scope=scope)
+                if not found:
+                    return 0, []
+                pairs = self._caches.allocate(found)
+                mask = self.engine.retrieve(
+                    tokens[:found],
+                    kvcaches=pairs,
+                    slot_mapping=torch.arange(found),
+                    req_id=lookup_id,
+                    scope=scope,
+                )
+            finally:
+                self.engine.lookup_unpin(lookup_id)
+        loaded = int(mask.sum())
+        if not loaded:
+            return found, []
+        return found, [(keys[:loaded], values[:loaded]) for keys, values in pairs]
+
+    def _prefill(self, tokens: torch.Tensor, cache: Any, first: int, last: int) -> None:
+        """Compute tokens [first, last) into ``cache``, which holds the tokens before them."""
+        device = self.model.device
+        inputs: dict[str, Any] = {"input_ids": tokens[first:last][None].to(device)}
+        if self._caches.takes_positions:
+            inputs["position_ids"] = torch.arange(first, last, device=device)[None]
+        if self._caches.takes_logits_to_keep:
+            inputs["logits_to_keep"] = 1
+        self.model(**inputs, past_key_values=cache, use_cache=True)
+
+    def _store(self, tokens: torch.Tensor, pairs: list[LayerPair], scope: RequestScope) -> int:
+        """Store what is not stored yet; how many tokens of the prompt are stored now."""
+        with self._lock:
+            result = self.engine.store(
+                tokens, kvcaches=pairs, slot_mapping=torch.arange(len(tokens)), scope=scope
+            )
+        return result.num_tokens
+
+    def _store_decoded(
+        self, call: GenerateCall, rows: list[PromptRow], cache: Any, result: Any, scope: RequestScope
+    ) -> None:
+        """Store the KV of generated tokens, where the cache's rows are still the result's rows.
+
+        Beam search leaves its cache in another order than its result, so it is left out. The last token of
+        a sequence has no KV yet, and the pad tokens behind a finished one are not worth storing.
+        """
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        if call.num_beams > 1:
+            return
+        held = cache.get_seq_length()
+        for number, sequence in enumerate(sequences.detach().to("cpu", torch.long)):
+            row = rows[number // call.num_copies]
+            end = min(held, len(sequence) - 1)
+            first_new = row.padding + row.num_tokens
+            while end > first_new and int(sequence[end - 1]) == call.pad_token_id:
+                end -= 1
+            if end > first_new:
+                pairs = row_pairs(cache, number, row.padding, end)
+                self._store(sequence[row.padding : end], pairs, scope)
+
+
+class _Clock:
+    """Seconds spent in the parts of a call."""
+
+    def __init__(self) -> None:
+        self.load_s = 0.0
+        self.prefill_s = 0.0
+        self.store_s = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+
+class _Weights:
+    """Which weights the model has; notices when they change after it was attached.
+
+    Attributes:
+        first: what they were when the model was attached, part of the identity.
+    """
+
+    def __init__(self, model: Any, revision: str | None) -> None:
+        self._model = model
+        self._state = (weights_state(model), config_digest(model))
+        self._config = self._state[1]
+        self._scope = PLAIN
+        self.first = revision or weights_fingerprint(model)
+
+    def scope(self) -> RequestScope:
+        """What requests add to the identity: nothing, or a tag for weights or a config that are new.
+
+        Raises:
+            LayoutError: the model carries adapters by now.
+        """
+        state = (weights_state(self._model), config_digest(self._model))
+        if state != self._state:
+            _refuse_adapters(self._model)
+            now = weights_fingerprint(self._model)
+            same = (now, state[1]) == (self.first, self._config)
+            tags = {f"{TAG_PREFIX}kvkeep.weights": f"{now} {state[1]}"}
+            self._scope = PLAIN if same else make_scope(request_configs=tags)
+            self._state = state
+        return self._scope
+
+
+def _refuse_adapters(model: Any) -> None:
+    """Adapters can be switched without a trace in the weights, so they are refused."""
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        raise LayoutError(
+            f"{type(model).__name__} carries adapters, which can be switched unseen; merge them into the "
+            "weights (merge_and_unload) and attach the result"
+        )
