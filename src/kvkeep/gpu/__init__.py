@@ -1,0 +1,1 @@
+"""GPUConnectors: between an engine's KV caches and memory objects. ``base.py`` is the contract."""

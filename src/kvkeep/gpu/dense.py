@@ -1,0 +1,266 @@
+"""DenseGPUConnector: engines whose K and V are known, as one tensor each per layer.
+
+Tokens are copied in token-major order, so what is stored does not depend on the strides of the
+engine's tensors: a chunk is KV_2LTD [2, layers, tokens, heads * head size] (KV_MLA_FMT [1, layers,
+tokens, latent]), each layer of it KV_2TD. Called from the engine's threads; calls share nothing
+that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvkeep.errors import LayoutError
+from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
+from kvkeep.gpu.selftest import run_self_test
+from kvkeep.gpu.slots import Int64Array, slots_as_array, slots_of
+from kvkeep.gpu.threads import CopyThreads
+from kvkeep.gpu.views import describe
+from kvkeep.layout import KVLayout, MemoryFormat
+from kvkeep.memory.base import MemoryObj
+
+#: K and V of each layer (the latent alone for KV_MLA_FMT), [slots, heads, head size] each.
+_Layers = list[tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the tokens of a chunk are.
+
+    Attributes:
+        chunk: [2 or 1, layers, tokens, heads, head size], a view of pool memory.
+        rows: tokens of the chunk that move, None for all.
+        slots: their slots, a slice where they are neighbours.
+    """
+
+    chunk: torch.Tensor
+    rows: torch.Tensor | None
+    slots: torch.Tensor | slice
+
+
+class DenseGPUConnector(GPUConnectorInterface):
+    """For caches that are one (K, V) pair per layer, each [slots, heads, head size].
+
+    Any strides will do. With KV_MLA_FMT each layer is one tensor [slots, 1, latent].
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        """Nothing is allocated and no thread started.
+
+        Args:
+            layout: the declared layout: KV_2LTD or KV_MLA_FMT, page size 1, one group of layers.
+
+        Raises:
+            LayoutError: the layout is of another kind or contradicts itself.
+        """
+        self._parts = 1 if layout.fmt is MemoryFormat.KV_MLA_FMT else 2
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)
+        hidden = layout.num_kv_heads * layout.head_size
+        layer_bytes = self._parts * hidden * self._dtype.itemsize
+        if (
+            layout.fmt is MemoryFormat.OPAQUE_PAGES
+            or layout.page_size != 1
+            or [group.layer_page_bytes for group in layout.groups] != [layer_bytes]
+        ):
+            raise LayoutError(
+                "dense tensors need KV_2LTD or KV_MLA_FMT, a page size of 1 and one group of "
+                f"{layer_bytes} bytes per token and layer, declared are {layout}"
+            )
+        self.layout = layout
+        self._hidden = hidden
+        self._threads = CopyThreads(1)
+        self._registered: KVCaches | None = None
+
+    def chunk_shape(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, MemoryFormat]:
+        """[2 or 1, layers, tokens, heads * head size] in the engine's dtype."""
+        shape = (self._parts, self.layout.num_layers, num_tokens, self._hidden)
+        return shape, self._dtype, self.layout.fmt
+
+    def register_kv_caches(self, kvcaches: KVCaches) -> None:
+        """See :meth:`GPUConnectorInterface.register_kv_caches`."""
+        layers = self._see(kvcaches)
+        self._registered = kvcaches
+        try:
+            run_self_test(self, [tensor for layer in layers for tensor in layer])
+        except BaseException:
+            self._registered = None
+            raise
+
+    def batched_from_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        kvcaches: KVCaches | None,
+        slot_mapping: torch.Tensor | None,
+        offset: int = 0,
+    ) -> None:
+        """See :meth:`GPUConnectorInterface.batched_from_gpu`."""
+        layers = self._see(kvcaches)
+        slots = self._slots(starts, ends, slot_mapping, offset)
+        places = self._places(memory_objs, slots, len(layers[0][0]), skip=False)
+        for layer in range(self.layout.num_layers):
+            _copy_out(layers, places, layer)
+
+    def batched_to_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        kvcaches: KVCaches | None,
+        slot_mapping: torch.Tensor | None,
+        offset: int = 0,
+    ) -> None:
+        """See :meth:`GPUConnectorInterface.batched_to_gpu`."""
+        layers = self._see(kvcaches)
+        slots = self._slots(starts, ends, slot_mapping, offset)
+        places = self._places(memory_objs, slots, len(layers[0][0]), skip=True)
+        for layer in range(self.layout.num_layers):
+            _copy_in(layers, places, layer)
+
+    def layerwise_from_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        kvcaches: KVCaches | None,
+        slot_mapping: torch.Tensor | None,
+        offset: int = 0,
+    ) -> Generator[None, None, None]:
+        """See :meth:`GPUConnectorInterface.layerwise_from_gpu`; wrong arguments raise at once."""
+        layers = self._see(kvcaches)
+        slots = self._slots(starts, ends, slot_mapping, offset)
+        places = self._places(memory_objs, slots, len(layers[0][0]), skip=False)
+
+        def copy_layers() -> Generator[None, None, None]:
+            for layer in range(self.layout.num_layers):
+                _copy_out(layers, places, layer)
+                yield
+
+        return copy_layers()
+
+    def layerwise_to_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        kvcaches: KVCaches | None,
+        slot_mapping: torch.Tensor | None,
+        offset: int = 0,
+    ) -> Generator[None, None, None]:
+        """See :meth:`GPUConnectorInterface.layerwise_to_gpu`; wrong arguments raise at once."""
+        layers = self._see(kvcaches)
+        slots = self._slots(starts, ends, slot_mapping, offset)
+        places = self._places(memory_objs, slots, len(layers[0][0]), skip=True)
+        return self._threads.ahead(
+            self.layout.num_layers, lambda layer: [lambda: _copy_in(layers, places, layer)]
+        )
+
+    def close(self) -> None:
+        """End the copy thread and let go of the caches."""
+        self._threads.close()
+        self._registered = None
+
+    def _see(self, kvcaches: KVCaches | None) -> _Layers:
+        """The tensors of each layer, checked against the declared layout."""
+        caches = kvcaches if kvcaches is not None else self._registered
+        if caches is None:
+            raise ValueError("no KV caches were given and none are registered")
+        if len(caches) != self.layout.num_layers:
+            raise LayoutError(f"{len(caches)} KV caches for the layers of {self.layout}")
+        layers: _Layers = []
+        content = (self.layout.num_kv_heads, self.layout.head_size)
+        for number, entry in enumerate(caches):
+            layer = (entry,) if isinstance(entry, torch.Tensor) else tuple(entry)
+            if len(layer) != self._parts:
+                raise LayoutError(f"layer {number} has {len(layer)} tensors: {self.layout}")
+            for tensor in layer:
+                if tuple(tensor.shape[1:]) != content or tensor.dtype != self._dtype:
+                    raise LayoutError(f"layer {number} has {describe(tensor)}: {self.layout}")
+            layers.append(layer)
+        sizes = {len(tensor) for layer in layers for tensor in layer}
+        if len(sizes) != 1:
+            raise LayoutError(f"layers have different lengths {sorted(sizes)}: {self.layout}")
+        return layers
+
+    def _slots(
+        self,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        slot_mapping: torch.Tensor | None,
+        offset: int,
+    ) -> list[tuple[int, Int64Array]]:
+        """(first token, slots) of each chunk."""
+        pairs = list(zip(starts, ends, strict=True))
+        if slot_mapping is None:
+            return [(start, np.arange(start, end, dtype=np.int64)) for start, end in pairs]
+        slots = slots_as_array(slot_mapping)
+        return [(start, slots_of(slots, start, end, offset)) for start, end in pairs]
+
+    def _places(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        slots: list[tuple[int, Int64Array]],
+        num_slots: int,
+        *,
+        skip: bool,
+    ) -> list[_Place]:
+        places: list[_Place] = []
+        for obj, (start, found) in zip(memory_objs, slots, strict=True):
+            wrong = (found >= num_slots) | (found < (-1 if skip else 0))
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise ValueError(
+                    f"token {start + at} has slot {int(found[at])}, slots are 0 to {num_slots - 1}"
+                )
+            shape, _, _ = self.chunk_shape(len(found))
+            if tuple(obj.metadata.shape) != shape:
+                raise ValueError(f"{len(found)} tokens do not fill an object of {obj.metadata}")
+            heads = (self.layout.num_kv_heads, self.layout.head_size)
+            chunk = obj.tensor.view(*shape[:-1], *heads)
+            kept = np.flatnonzero(found >= 0)
+            rows = None if len(kept) == len(found) else torch.from_numpy(kept)
+            places.append(_Place(chunk, rows, _as_index(found[kept])))
+        return places
+
+
+def _as_index(slots: Int64Array) -> torch.Tensor | slice:
+    """A slice where slots are neighbours, else their numbers."""
+    if len(slots) and bool((np.diff(slots) == 1).all()):
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return torch.from_numpy(slots)
+
+
+def _copy_out(layers: _Layers, places: list[_Place], layer: int) -> None:
+    """Copy one layer of each chunk out of the engine."""
+    with torch.inference_mode():  # the mode belongs to the thread, and caches may be made in it
+        for place in places:
+            for part, tensor in enumerate(layers[layer]):
+                place.chunk[part, layer].copy_(tensor[_on(place.slots, tensor)])
+
+
+def _copy_in(layers: _Layers, places: list[_Place], layer: int) -> None:
+    """Copy one layer of each chunk into the engine."""
+    with torch.inference_mode():
+        for place in places:
+            for part, tensor in enumerate(layers[layer]):
+                source = place.chunk[part, layer]
+                if place.rows is not None:
+                    source = source[place.rows]
+                index = _on(place.slots, tensor)
+                if isinstance(index, slice):
+                    tensor[index].copy_(source)
+                else:
+                    tensor.index_copy_(0, index, source.to(tensor.device))
+
+
+def _on(index: torch.Tensor | slice, tensor: torch.Tensor) -> torch.Tensor | slice:
+    return index if isinstance(index, slice) else index.to(tensor.device)

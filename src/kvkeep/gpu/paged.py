@@ -1,0 +1,252 @@
+"""PagedGPUConnector: whole pages of a paged engine, moved as opaque bytes.
+
+A chunk is ``[layers, pages, page bytes]``, so a layer of it is a byte range. Called from the
+engine's threads; calls share nothing that changes, so several may run at once on different pages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvkeep.errors import LayoutError
+from kvkeep.gpu import host
+from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
+from kvkeep.gpu.device import DeviceCopier
+from kvkeep.gpu.selftest import run_self_test
+from kvkeep.gpu.slots import (
+    Int64Array,
+    PageRules,
+    Segment,
+    chunk_pages,
+    segments_of,
+    slots_as_array,
+)
+from kvkeep.gpu.threads import CopyThreads, Job
+from kvkeep.gpu.views import PageViews, view_pages
+from kvkeep.layout import KVLayout, MemoryFormat
+from kvkeep.memory.base import MemoryObj
+
+
+class _Pages:
+    """Caches as pages, and the same as numpy arrays where they are on the CPU."""
+
+    def __init__(self, views: PageViews, copier: DeviceCopier | None) -> None:
+        self.views = views
+        self.copier = copier
+        self.arrays: list[host.ByteArray] = []
+        if copier is None:
+            self.arrays = [rows.numpy() for rows in views.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """One call: which pages of which caches belong to which part of which chunk."""
+
+    pages: _Pages
+    parts: list[tuple[list[Segment], host.ByteArray]]  # uint8 [layers, pages, page bytes] each
+    stream: torch.cuda.Stream | None
+    to_engine: bool
+
+    def copy(self, layers: range, chunks: range) -> None:
+        """Copy some layers of some chunks."""
+        views = self.pages.views
+        for layer in layers:
+            some = self.parts[chunks.start : chunks.stop]
+            parts = [(segments, chunk[layer]) for segments, chunk in some]
+            if self.pages.copier is not None:
+                copier = self.pages.copier
+                move = copier.scatter if self.to_engine else copier.gather
+                move(views.rows[layer], views.step, parts, self.stream)
+                continue
+            rows = self.pages.arrays[layer]
+            copy = host.scatter if self.to_engine else host.gather
+            for segments, chunk in parts:
+                copy(rows, views.step, segments, chunk)
+
+
+class PagedGPUConnector(GPUConnectorInterface):
+    """For engines whose KV caches are one tensor per layer with the page as dimension 0."""
+
+    def __init__(self, layout: KVLayout, *, copy_threads: int = 1, use_torch: bool = False) -> None:
+        """Nothing is allocated and no thread started.
+
+        Args:
+            layout: the declared layout: opaque pages, one group of layers.
+            copy_threads: threads that copy, the caller's included, where the caches are on the CPU.
+            use_torch: copy with torch on the CPU, too, as on any other device.
+
+        Raises:
+            LayoutError: the layout is of another kind.
+        """
+        if layout.fmt is not MemoryFormat.OPAQUE_PAGES or len(layout.groups) != 1:
+            raise LayoutError(f"pages of one layer group are needed, declared are {layout}")
+        self.layout = layout
+        self._use_torch = use_torch
+        self._threads = CopyThreads(copy_threads)
+        self._lock = threading.Lock()
+        self._copiers: dict[torch.device, DeviceCopier] = {}  # guarded by _lock
+        self._registered: tuple[KVCaches, _Pages] | None = None
+
+    def chunk_shape(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, MemoryFormat]:
+        """[layers, pages, page bytes] as uint8; the last page may hold fewer tokens."""
+        group = self.layout.groups[0]
+        pages = -(-num_tokens // self.layout.page_size)
+        shape = (group.num_layers, pages, group.layer_page_bytes)
+        return shape, torch.uint8, MemoryFormat.OPAQUE_PAGES
+
+    def register_kv_caches(self, kvcaches: KVCaches) -> None:
+        """See :meth:`GPUConnectorInterface.register_kv_caches`."""
+        pages = self._see(kvcaches)
+        self._registered = (kvcaches, pages)
+        try:
+            run_self_test(self, list(kvcaches))
+        except BaseException:
+            self._registered = None
+            raise
+
+    def batched_from_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        kvcaches: KVCaches | None,
+        slot_mapping: torch.Tensor | None,
+        offset: int = 0,
+    ) -> None:
+        """See :meth:`GPUConnectorInterface.batched_from_gpu`."""
+        pages, places = self._place(starts, ends, kvcaches, slot_mapping, offset, skip=False)
+        self._copy_all(self._transfer(pages, places, memory_objs, to_engine=False))
+
+    def batched_to_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        kvcaches: KVCaches | None,
+        slot_mapping: torch.Tensor | None,
+        offset: int = 0,
+    ) -> None:
+        """See :meth:`GPUConnectorInterface.batched_to_gpu`."""
+        pages, places = self._place(starts, ends, kvcaches, slot_mapping, offset, skip=True)
+        self._copy_all(self._transfer(pages, places, memory_objs, to_engine=True))
+
+    def layerwise_from_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        kvcaches: KVCaches | None,
+        slot_mapping: torch.Tensor | None,
+        offset: int = 0,
+    ) -> Generator[None, None, None]:
+        """See :meth:`GPUConnectorInterface.layerwise_from_gpu`; wrong arguments raise at once."""
+        pages, places = self._place(starts, ends, kvcaches, slot_mapping, offset, skip=False)
+        return self._copy_layers(self._transfer(pages, places, memory_objs, to_engine=False))
+
+    def layerwise_to_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        kvcaches: KVCaches | None,
+        slot_mapping: torch.Tensor | None,
+        offset: int = 0,
+    ) -> Generator[None, None, None]:
+        """See :meth:`GPUConnectorInterface.layerwise_to_gpu`; wrong arguments raise at once."""
+        pages, places = self._place(starts, ends, kvcaches, slot_mapping, offset, skip=True)
+        transfer = self._transfer(pages, places, memory_objs, to_engine=True)
+        return self._threads.ahead(
+            self.layout.num_layers, lambda layer: self._layer_jobs(transfer, layer)
+        )
+
+    def close(self) -> None:
+        """End the copy threads and let go of the caches."""
+        self._threads.close()
+        self._registered = None
+        with self._lock:
+            self._copiers.clear()
+
+    def _see(self, kvcaches: KVCaches) -> _Pages:
+        """The pages of caches that were not registered, or are just being registered."""
+        views = view_pages(self.layout, kvcaches)
+        if views.device.type == "cpu" and not self._use_torch:
+            return _Pages(views, None)
+        with self._lock:
+            copier = self._copiers.get(views.device)
+            if copier is None:
+                copier = self._copiers[views.device] = DeviceCopier(views.device)
+        return _Pages(views, copier)
+
+    def _pages_of(self, kvcaches: KVCaches | None) -> _Pages:
+        registered = self._registered
+        if registered is not None and (kvcaches is None or kvcaches is registered[0]):
+            return registered[1]
+        if kvcaches is None:
+            raise ValueError("no KV caches were given and none are registered")
+        return self._see(kvcaches)
+
+    def _place(
+        self,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        kvcaches: KVCaches | None,
+        slot_mapping: torch.Tensor | None,
+        offset: int,
+        *,
+        skip: bool,
+    ) -> tuple[_Pages, list[Int64Array]]:
+        """The caches, and the numbers of each chunk's pages in them."""
+        pages = self._pages_of(kvcaches)
+        if slot_mapping is None:
+            raise ValueError("a paged engine's tokens need a slot mapping")
+        rules = PageRules(self.layout.page_size, pages.views.num_pages, allow_skip=skip)
+        slots = slots_as_array(slot_mapping)
+        return pages, chunk_pages(starts, ends, slots, offset, rules)
+
+    def _transfer(
+        self,
+        pages: _Pages,
+        places: list[Int64Array],
+        memory_objs: Sequence[MemoryObj],
+        *,
+        to_engine: bool,
+    ) -> _Transfer:
+        group = self.layout.groups[0]
+        layer_first = (group.num_layers, -1, group.layer_page_bytes)
+        parts: list[tuple[list[Segment], host.ByteArray]] = []
+        for obj, numbers in zip(memory_objs, places, strict=True):
+            chunk = obj.array.reshape(layer_first)
+            if chunk.shape[1] != len(numbers):
+                raise ValueError(f"{len(numbers)} pages do not fill an object of {chunk.shape[1]}")
+            parts.append((segments_of(numbers), chunk))
+        stream = pages.copier.caller_stream() if pages.copier is not None else None
+        return _Transfer(pages, parts, stream, to_engine)
+
+    def _copy_all(self, transfer: _Transfer) -> None:
+        chunks = range(len(transfer.parts))
+        layers = self._threads.split(self.layout.num_layers)
+        if transfer.pages.copier is not None:
+            layers = [range(self.layout.num_layers)]  # the device copies one thing after the other
+        self._threads.run([_job(transfer, part, chunks) for part in layers])
+
+    def _copy_layers(self, transfer: _Transfer) -> Generator[None, None, None]:
+        for layer in range(self.layout.num_layers):
+            self._threads.run(self._layer_jobs(transfer, layer))
+            yield
+
+    def _layer_jobs(self, transfer: _Transfer, layer: int) -> list[Job]:
+        """One layer in as many jobs as there are threads."""
+        one = range(layer, layer + 1)
+        return [_job(transfer, one, part) for part in self._threads.split(len(transfer.parts))]
+
+
+def _job(transfer: _Transfer, layers: range, chunks: range) -> Job:
+    return lambda: transfer.copy(layers, chunks)
