@@ -56,9 +56,9 @@ def test_a_wrong_slot_names_the_first_bad_token(slots: np.ndarray, token: int) -
 
 
 def test_a_page_is_skipped_whole_or_not_at_all() -> None:
-    with pytest.raises(ValueError, match="^token 1 has slot"):
+    with pytest.raises(ValueError, match=r"^token 1 has slot"):
         chunk_pages([0], [4], np.array([-1, 5, 6, 7]), 0, SKIPPING)
-    with pytest.raises(ValueError, match="^token 3 has slot -1"):
+    with pytest.raises(ValueError, match=r"^token 3 has slot -1"):
         chunk_pages([0], [4], np.array([4, 5, 6, -1]), 0, SKIPPING)
 
 
