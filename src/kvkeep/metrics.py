@@ -54,14 +54,21 @@ class Metrics:
             name: Counter(name, text, labels, registry=self.registry)
             for name, (text, labels) in _COUNTERS.items()
         }
+        # Counters with their labels, so that counting takes no lock of the registry's: it also
+        # happens in finalizers, in the middle of anything.
+        self._series: dict[tuple[str, tuple[str, ...]], Counter] = {}
         self._gauges = {
             name: Gauge(name, text, labels, registry=self.registry)
             for name, (text, labels) in _GAUGES.items()
         }
 
     def _add(self, name: str, amount: float, *labels: str) -> None:
-        counter = self._counters[name]
-        (counter.labels(*labels) if labels else counter).inc(amount)
+        series = self._series.get((name, labels))
+        if series is None:
+            counter = self._counters[name]
+            series = counter.labels(*labels) if labels else counter
+            self._series[name, labels] = series
+        series.inc(amount)
 
     def lookup(self, *, asked: int, found: Mapping[str, int]) -> None:
         """A lookup was answered.

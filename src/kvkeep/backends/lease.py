@@ -34,7 +34,7 @@ class Lease:
         """
         self.owner = owner
         self.deadline = deadline
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pins: dict[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]] = {}  # by _lock
         self._by_key: dict[ChunkKey, MemoryObj] = {}  # guarded by _lock
         self._released = False  # guarded by _lock

@@ -4,6 +4,10 @@ Callable from any thread. One lock guards index, policy and evictions together; 
 waited for or called back with it held. A chunk is one memory object with all its layers, so it is
 visible, pinned and evicted as one.
 
+A dropped generator may give its lease back from within the garbage collector, that is in the middle
+of any call here. So :meth:`batched_unpin` never waits for the lock: it queues what was used, and
+whoever has the lock next notes it before the policy is asked for anything.
+
 Who holds what: the index holds one reference to each chunk. A chunk may be evicted when that is the
 only reference and nobody pins it. A chunk that is removed on purpose leaves the index at once, and
 its memory goes back when the last reader is done.
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -77,6 +82,7 @@ class LocalCPUBackend(AllocatorBackendInterface):
         self._notify = notify
         self._lock = threading.Lock()
         self._closed = False  # guarded by _lock
+        self._used: deque[Sequence[tuple[ChunkKey, MemoryObj]]] = deque()  # unpinned, not yet noted
         metrics.watch_chunks(self.name, self.__len__)
         metrics.watch_pool(
             lambda: self.allocator.usage().used_bytes, lambda: self.allocator.usage().free_bytes
@@ -131,6 +137,7 @@ class LocalCPUBackend(AllocatorBackendInterface):
         with self._lock:
             if self._closed or not self._use_hot_cache:
                 return [PutOutcome.DROPPED] * len(keys)
+            self._note_used_locked()
             new: dict[ChunkKey, MemoryObj] = {}
             outcomes: list[PutOutcome] = []
             for key, obj in zip(keys, objs, strict=True):
@@ -162,6 +169,7 @@ class LocalCPUBackend(AllocatorBackendInterface):
             self._touch_locked(keys)
 
     def _touch_locked(self, keys: Sequence[ChunkKey]) -> None:
+        self._note_used_locked()
         hot_cache = self.hot_cache
         update = self._policy.update_on_hit
         for key in reversed(keys):
@@ -188,13 +196,22 @@ class LocalCPUBackend(AllocatorBackendInterface):
 
     def batched_unpin(self, entries: Sequence[tuple[ChunkKey, MemoryObj]]) -> None:
         """Give pins back and note the use of the chunks that are still here; see the interface."""
-        with self._lock:
-            hot_cache = self.hot_cache
-            update = self._policy.update_on_hit
-            for key, obj in reversed(entries):
+        self._used.append(entries)
+        batched_unpin([obj for _, obj in entries])
+        if self._lock.acquire(blocking=False):
+            try:
+                self._note_used_locked()
+            finally:
+                self._lock.release()
+
+    def _note_used_locked(self) -> None:
+        """Note the use of what was unpinned, in the order of the leases' ends."""
+        hot_cache = self.hot_cache
+        update = self._policy.update_on_hit
+        while self._used:
+            for key, obj in reversed(self._used.popleft()):
                 if hot_cache.get(key) is obj:
                     update(key, hot_cache)
-        batched_unpin([obj for _, obj in entries])
 
     def clear(self) -> int:
         """Take everything out of the index; returns how many chunks there were."""
@@ -260,14 +277,13 @@ class LocalCPUBackend(AllocatorBackendInterface):
         self, room: Room, eviction: bool, protect: Collection[ChunkKey]
     ) -> tuple[list[MemoryObj] | None, int]:
         """The objects, or None and the release count after which it is worth trying again."""
-        seen = self.allocator.release_count
-        objs = room.take_from(self.allocator)
-        if objs is not None or not eviction:
-            return objs, seen
         evicted: list[ChunkKey] = []
         with self._lock:
-            if self._closed:
-                return None, seen
+            seen = self.allocator.release_count
+            objs = room.take_from(self.allocator)
+            if objs is not None or not eviction:
+                return objs, seen
+            self._note_used_locked()
             kept = {id(obj) for obj in map(self.hot_cache.get, protect) if obj is not None}
 
             def candidates(count: int) -> list[ChunkKey]:

@@ -36,7 +36,7 @@ class LeaseTable:
         self.timeout_s = timeout_s
         self._clock = clock
         self._on_expired = on_expired
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._leases: dict[str, Lease] = {}  # guarded by _lock
         self._next_deadline = math.inf  # guarded by _lock; no lease in the table expires before
 

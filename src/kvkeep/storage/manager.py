@@ -1,0 +1,350 @@
+"""StorageManager: the tiers as one hierarchy.
+
+Callable from any thread. The order of the tiers is their priority. A tier that fails, or whose
+health check failed (bypassed), is left out and the others go on; faults of tiers are counted and
+never raised, mistakes of the caller are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from kvkeep.backends.base import (
+    AllocatorBackendInterface,
+    BackendHealth,
+    PutOutcome,
+    StorageBackendInterface,
+)
+from kvkeep.backends.lease import Lease
+from kvkeep.backends.local_cpu import LocalCPUBackend
+from kvkeep.keys import ChunkKey, LayerKey
+from kvkeep.layout import MemoryFormat
+from kvkeep.memory.base import MemoryObj, MemoryReport
+from kvkeep.memory.ownership import References
+from kvkeep.metrics import Metrics
+from kvkeep.prefix import LocatedRun, locate_prefix
+from kvkeep.storage.guard import BackendGuard
+from kvkeep.storage.leases import LeaseTable
+from kvkeep.storage.tiers import Tiers
+from kvkeep.storage.transfer import Transfer, allocate_most, copy_objects
+
+
+class StorageManager:
+    """Puts chunks into all tiers and gets them from the first that has them."""
+
+    def __init__(
+        self,
+        backends: Sequence[StorageBackendInterface],
+        *,
+        allocator_backend: AllocatorBackendInterface,
+        metrics: Metrics,
+        lease_timeout_s: float = 300.0,
+    ) -> None:
+        """Join tiers, and own them: :meth:`close` closes them.
+
+        Args:
+            backends: in order of priority, with different names.
+            allocator_backend: hands out the memory; usually the first of ``backends``.
+            metrics: where failures, drops and expired leases are counted.
+            lease_timeout_s: seconds until a lease that nobody claims is taken back.
+
+        Raises:
+            ValueError: two backends have one name.
+        """
+        self._tiers = Tiers(backends, allocator_backend)
+        self.storage_backends: OrderedDict[str, StorageBackendInterface] = self._tiers.backends
+        self.allocator_backend = allocator_backend
+        self.leases = LeaseTable(
+            timeout_s=lease_timeout_s, on_expired=lambda lease: metrics.lease_expired()
+        )
+        self._guard = BackendGuard(metrics)
+        self._transfer = Transfer(self._tiers, allocator_backend, self._guard, metrics)
+        metrics.watch_leases(self.leases.__len__)
+        if isinstance(allocator_backend, LocalCPUBackend) and not allocator_backend.before_evict:
+            allocator_backend.before_evict = self.leases.reap
+
+    def set_frozen(self, frozen: bool) -> None:
+        """Frozen: nothing is put, and only the allocator's own tier is searched and read."""
+        self._tiers.frozen = frozen
+
+    def is_frozen(self) -> bool:
+        """Whether it is frozen."""
+        return self._tiers.frozen
+
+    def set_bypassed(self, name: str, bypassed: bool) -> None:
+        """Leave a tier out of everything, or take it back in; ValueError if there is none of it.
+
+        Its pins on memory are still given back when their leases end.
+        """
+        self._tiers.set_bypassed(name, bypassed)
+
+    @property
+    def bypassed(self) -> frozenset[str]:
+        """Names of the tiers that are left out."""
+        return self._tiers.bypassed
+
+    def health(self) -> dict[str, BackendHealth]:
+        """Every tier's opinion of itself, bypassed ones too; a tier that raises is unhealthy."""
+        return {
+            name: self._guard.call(
+                backend, "health", backend.health, BackendHealth(False, "its health check failed")
+            )
+            for name, backend in self.storage_backends.items()
+        }
+
+    def allocate(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
+        *,
+        eviction: bool = True,
+        busy_loop: bool = True,
+    ) -> MemoryObj | None:
+        """One object; see :meth:`batched_allocate`."""
+        objs = self.batched_allocate(shape, dtype, 1, fmt, eviction=eviction, busy_loop=busy_loop)
+        return objs[0] if objs else None
+
+    def batched_allocate(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        batch_size: int,
+        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
+        *,
+        eviction: bool = True,
+        busy_loop: bool = True,
+        protect: Collection[ChunkKey] = (),
+    ) -> list[MemoryObj] | None:
+        """``batch_size`` objects of one shape, all or none.
+
+        See :meth:`kvkeep.backends.base.AllocatorBackendInterface.batched_allocate`. A failure of
+        the allocator backend is no room.
+
+        Raises:
+            ValueError: the shape has no size.
+        """
+        if batch_size < 0 or not shape or min(shape) < 1:
+            raise ValueError(f"cannot allocate {batch_size} objects of shape {tuple(shape)}")
+        run = partial(self.allocator_backend.batched_allocate, shape, dtype, batch_size, fmt)
+        run = partial(run, eviction=eviction, busy_loop=busy_loop, protect=protect)
+        return self._guard.call(self.allocator_backend, "allocate", run, None)
+
+    def allocate_prefix(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        wanted: int,
+        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
+        *,
+        protect: Collection[ChunkKey] = (),
+    ) -> list[MemoryObj]:
+        """As many of ``wanted`` objects as there is room for, without waiting.
+
+        All are asked for at once, and only if that fails for fewer. As little as needed is evicted.
+
+        Args:
+            shape: of one object.
+            dtype: element type.
+            wanted: how many.
+            fmt: arrangement.
+            protect: chunks of the same prompt, so that a suffix never evicts its own prefix.
+        """
+        return allocate_most(
+            wanted,
+            lambda count: self.batched_allocate(
+                shape, dtype, count, fmt, busy_loop=False, protect=protect
+            ),
+        )
+
+    def allocate_and_copy_objects(
+        self, backend: AllocatorBackendInterface, objs: Sequence[MemoryObj]
+    ) -> list[MemoryObj]:
+        """Copies of ``objs`` in the memory of ``backend``, as many from the first on as fit."""
+        return copy_objects(backend, objs)
+
+    def memcheck(self) -> MemoryReport:
+        """Prove the allocator backend's pool; raises OwnershipError if it is not sound."""
+        return self.allocator_backend.memcheck()
+
+    def put(self, key: ChunkKey, obj: MemoryObj) -> NoReturn:
+        """Raises RuntimeError: each single object would cost a lock and a walk over the tiers."""
+        raise RuntimeError("put() takes no single objects; call batched_put([key], [obj])")
+
+    def batched_put(
+        self, keys: Sequence[ChunkKey], objs: Sequence[MemoryObj], *, location: str | None = None
+    ) -> dict[str, list[PutOutcome]]:
+        """Hand chunks to every tier. Consumes the caller's references, whatever happens.
+
+        Args:
+            keys: the chunks.
+            objs: their bytes, position by position, in the allocator backend's memory.
+            location: put into this tier only.
+
+        Returns:
+            What became of each chunk, by tier. A tier that failed or is left out is missing.
+
+        Raises:
+            ValueError: the lists differ in length, or there is no such tier.
+        """
+        with References(objs):
+            if len(keys) != len(objs):
+                raise ValueError(f"{len(keys)} keys for {len(objs)} objects")
+            tiers = self._tiers.active(None if location is None else [location])
+            if self._tiers.frozen or not keys:
+                return {}
+            results = {}
+            for backend in tiers:
+                outcomes = self._transfer.put(backend, keys, objs, self.allocator_backend)
+                if outcomes is not None:
+                    results[backend.name] = outcomes
+            return results
+
+    def contains(
+        self,
+        key: ChunkKey,
+        search_range: Collection[str] | None = None,
+        *,
+        pin: Lease | None = None,
+    ) -> str | None:
+        """Name of the first tier that has the chunk; see :meth:`get_block_mapping`."""
+        runs = self.get_block_mapping([key], search_range, pin=pin)
+        return runs[0].location if runs else None
+
+    def batched_contains(
+        self,
+        keys: Sequence[ChunkKey],
+        search_range: Collection[str] | None = None,
+        *,
+        pin: Lease | None = None,
+    ) -> int:
+        """Length of the run of chunks that are somewhere; see :meth:`get_block_mapping`."""
+        runs = self.get_block_mapping(keys, search_range, pin=pin)
+        return runs[-1].end if runs else 0
+
+    def get_block_mapping(
+        self,
+        keys: Sequence[ChunkKey],
+        search_range: Collection[str] | None = None,
+        *,
+        pin: Lease | None = None,
+    ) -> list[LocatedRun]:
+        """Which tier holds which chunk of a prefix.
+
+        Args:
+            keys: the chunks of a prompt in order.
+            search_range: names of the tiers to ask; all if None.
+            pin: a lease that becomes the owner of a pin on each chunk that is found.
+
+        Returns:
+            Runs without gaps from the first chunk on; chunks after the last run are nowhere.
+
+        Raises:
+            ValueError: a tier in ``search_range`` does not exist.
+        """
+        tiers = self._tiers.readable(search_range)
+        askers = [(backend.name, self._asker(backend, keys, pin)) for backend in tiers]
+        return locate_prefix(len(keys), askers)
+
+    def _asker(
+        self, backend: StorageBackendInterface, keys: Sequence[ChunkKey], pin: Lease | None
+    ) -> Callable[[int], int]:
+        def ask(start: int) -> int:
+            rest = keys[start:] if start else keys
+            return self._guard.count(
+                backend, len(rest), partial(backend.batched_contains, rest, pin=pin)
+            )
+
+        return ask
+
+    def get(self, key: ChunkKey) -> MemoryObj | None:
+        """A chunk from the first tier that has it, with a reference for the caller."""
+        for backend in self._tiers.readable():
+            obj = self.batched_get([key], backend.name)[0]
+            if obj is not None:
+                return obj
+        return None
+
+    def batched_get(self, keys: Sequence[ChunkKey], location: str) -> list[MemoryObj | None]:
+        """Chunks of one tier, position by position, each with a reference for the caller.
+
+        What comes from another tier than the first is put into the first one as well. A tier that
+        fails, or is left out, has nothing.
+
+        Args:
+            keys: the chunks.
+            location: name of the tier.
+
+        Raises:
+            ValueError: there is no such tier.
+        """
+        tiers = self._tiers.readable([location])
+        if not tiers or not keys:
+            return [None] * len(keys)
+        return self._transfer.get(tiers[0], keys)
+
+    def layerwise_batched_get(
+        self, keys_layer_major: Sequence[Sequence[LayerKey]], location: str
+    ) -> Generator[Future[list[MemoryObj | None]], None, None]:
+        """One future per layer, each of the whole chunks, position by position.
+
+        A chunk is one object with all its layers, so all futures answer with the same objects.
+        There is one reference per chunk in total; it belongs to whoever was given the first layer's
+        future, from then on, also if the generator is dropped. The futures cannot be cancelled and
+        never raise.
+
+        Args:
+            keys_layer_major: per layer, the names of that layer in every chunk.
+            location: name of the tier.
+
+        Raises:
+            ValueError: there is no such tier, or the layers differ in their number of chunks.
+        """
+        if len({len(layer) for layer in keys_layer_major}) > 1:
+            raise ValueError("every layer needs the same chunks")
+        tiers = self._tiers.readable([location])
+        if keys_layer_major:
+            chunks = [key.chunk for key in keys_layer_major[0]]
+            future = self._transfer.start_get(tiers[0] if tiers else None, chunks)
+            yield from [future] * len(keys_layer_major)
+
+    def touch_cache(self, keys: Sequence[ChunkKey], location: str | None = None) -> None:
+        """Note one use of each chunk, the last one first, in every tier or the one named."""
+        for backend in self._tiers.active(None if location is None else [location]):
+            self._guard.call(backend, "touch", partial(backend.touch_cache, keys), None)
+
+    def remove(self, key: ChunkKey, locations: Collection[str] | None = None) -> int:
+        """Remove a chunk from every tier or those named; returns from how many."""
+        return self.batched_remove([key], locations)
+
+    def batched_remove(
+        self, keys: Sequence[ChunkKey], locations: Collection[str] | None = None
+    ) -> int:
+        """Remove chunks from every tier or those named; returns how many copies there were."""
+        return sum(
+            self._guard.call(backend, "remove", partial(backend.batched_remove, keys), 0)
+            for backend in self._tiers.active(locations)
+        )
+
+    def batched_unpin(self, lookup_id: str) -> bool:
+        """End the unclaimed lease of a lookup; False if there is none."""
+        return self.leases.release(lookup_id)
+
+    def clear(self, locations: Collection[str] | None = None) -> int:
+        """Remove everything from every tier or those named; returns how many copies there were."""
+        return sum(
+            self._guard.call(backend, "clear", backend.clear, 0)
+            for backend in self._tiers.active(locations)
+        )
+
+    def close(self) -> None:
+        """End all leases and close the tiers, the lowest one first; a second call does nothing."""
+        self.leases.release_all()
+        for backend in reversed(self.storage_backends.values()):
+            self._guard.call(backend, "close", backend.close, None)

@@ -1,0 +1,82 @@
+"""Tiers: which backends there are, in which order, and which of them take part now.
+
+Callable from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from kvkeep.backends.base import AllocatorBackendInterface, StorageBackendInterface
+
+
+class Tiers:
+    """Backends in order of priority."""
+
+    def __init__(
+        self,
+        backends: Sequence[StorageBackendInterface],
+        allocator_backend: AllocatorBackendInterface,
+    ) -> None:
+        """All take part at first.
+
+        Args:
+            backends: in order of priority.
+            allocator_backend: the one that is still read when the tiers are frozen.
+
+        Raises:
+            ValueError: two backends have one name.
+        """
+        self.backends: OrderedDict[str, StorageBackendInterface] = OrderedDict(
+            (backend.name, backend) for backend in backends
+        )
+        if len(self.backends) != len(backends):
+            raise ValueError(f"names of tiers repeat: {[backend.name for backend in backends]}")
+        self.frozen = False
+        self.bypassed: frozenset[str] = frozenset()  # written with _lock
+        self._allocator_backend = allocator_backend
+        self._lock = threading.Lock()
+
+    def set_bypassed(self, name: str, bypassed: bool) -> None:
+        """Leave a tier out, or take it back in.
+
+        Raises:
+            ValueError: there is no tier of this name.
+        """
+        self.check_names([name])
+        with self._lock:
+            self.bypassed = self.bypassed | {name} if bypassed else self.bypassed - {name}
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise ValueError if one of these is no tier's name."""
+        for name in names:
+            if name not in self.backends:
+                known = ", ".join(self.backends)
+                raise ValueError(f"no tier is called {name!r}; there are: {known}")
+
+    def active(self, names: Collection[str] | None = None) -> list[StorageBackendInterface]:
+        """The tiers that are not bypassed, in order.
+
+        Args:
+            names: only these; all if None.
+
+        Raises:
+            ValueError: one of ``names`` does not exist.
+        """
+        if names is not None:
+            self.check_names(names)
+        bypassed = self.bypassed
+        return [
+            backend
+            for name, backend in self.backends.items()
+            if name not in bypassed and (names is None or name in names)
+        ]
+
+    def readable(self, names: Collection[str] | None = None) -> list[StorageBackendInterface]:
+        """The active tiers that may be searched and read: when frozen, the allocator's own only."""
+        tiers = self.active(names)
+        if self.frozen:
+            return [backend for backend in tiers if backend is self._allocator_backend]
+        return tiers

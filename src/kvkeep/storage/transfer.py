@@ -1,0 +1,172 @@
+"""Transfer: moves chunks into and out of one tier, whatever that tier does.
+
+Copies only where a tier's memory is another's; writes what a lower tier had back into the first.
+Callable from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+
+from kvkeep.backends.base import AllocatorBackendInterface, PutOutcome, StorageBackendInterface
+from kvkeep.keys import ChunkKey
+from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.ownership import References
+from kvkeep.metrics import Metrics
+from kvkeep.storage.guard import BackendGuard
+from kvkeep.storage.tiers import Tiers
+
+
+def copy_objects(backend: AllocatorBackendInterface, objs: Sequence[MemoryObj]) -> list[MemoryObj]:
+    """Copies in the memory of ``backend``, as many from the first on as fit, without waiting."""
+    with References() as copies:
+        for obj in objs:
+            meta = obj.metadata
+            copy = backend.allocate(meta.shape, meta.dtype, meta.fmt, busy_loop=False)
+            if copy is None:
+                break
+            copies.adopt([copy])
+            np.copyto(copy.array, obj.array)
+        return copies.detach()
+
+
+def allocate_most(
+    wanted: int, allocate: Callable[[int], list[MemoryObj] | None]
+) -> list[MemoryObj]:
+    """As many of ``wanted`` objects as ``allocate`` gives.
+
+    All are asked for at once. When a request fails, half as many are asked for, so that the most
+    that fits is found with about log2(wanted) failures, which evict nothing.
+
+    Args:
+        wanted: how many.
+        allocate: that many objects, or None if there is no room for all of them.
+    """
+    with References() as held:
+        step = wanted
+        while step and len(held.objects) < wanted:
+            step = min(step, wanted - len(held.objects))
+            objs = allocate(step)
+            if objs is None:
+                step //= 2
+            else:
+                held.adopt(objs)
+        return held.detach()
+
+
+class Transfer:
+    """Puts into and gets from single tiers; faults become counted losses and misses."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        allocator_backend: AllocatorBackendInterface,
+        guard: BackendGuard,
+        metrics: Metrics,
+    ) -> None:
+        """Move chunks between tiers.
+
+        Args:
+            tiers: to know whether the first one takes part.
+            allocator_backend: whose memory chunks travel in; write-back goes to it.
+            guard: calls the backends.
+            metrics: where losses are counted.
+        """
+        self._tiers = tiers
+        self._first = allocator_backend
+        self._guard = guard
+        self._metrics = metrics
+
+    def put(
+        self,
+        backend: StorageBackendInterface,
+        keys: Sequence[ChunkKey],
+        objs: Sequence[MemoryObj],
+        source: AllocatorBackendInterface,
+    ) -> list[PutOutcome] | None:
+        """Put into one tier; the references stay the caller's.
+
+        Args:
+            backend: the tier.
+            keys: the chunks.
+            objs: their bytes, position by position.
+            source: the backend in whose memory ``objs`` are.
+
+        Returns:
+            What became of each; None if the tier failed.
+        """
+        run = partial(_put_into, backend, keys, objs, source)
+        outcomes = self._guard.outcomes(backend, len(keys), run)
+        for loss in (PutOutcome.NO_ROOM, PutOutcome.DROPPED):
+            if outcomes is not None and loss in outcomes:
+                self._metrics.dropped(backend.name, loss.value, outcomes.count(loss))
+        return outcomes
+
+    def get(
+        self, backend: StorageBackendInterface, keys: Sequence[ChunkKey]
+    ) -> list[MemoryObj | None]:
+        """Get from one tier, position by position; what it had is in the first tier then too."""
+        run = partial(backend.batched_get_blocking, keys)
+        objs = self._guard.objects(backend, len(keys), run)
+        self._write_back(backend, keys, objs)
+        return objs
+
+    def start_get(
+        self, backend: StorageBackendInterface | None, keys: Sequence[ChunkKey]
+    ) -> Future[list[MemoryObj | None]]:
+        """The same as a future, which cannot be cancelled and never raises.
+
+        Without a backend, or without keys, it is answered at once and everything is a miss.
+        """
+        checked: Future[list[MemoryObj | None]] = Future()
+        checked.set_running_or_notify_cancel()
+        if backend is None or not keys:
+            checked.set_result([None] * len(keys))
+            return checked
+
+        def finish(answered: Future[list[MemoryObj | None]]) -> None:
+            objs = self._guard.objects(backend, len(keys), answered.result)
+            self._write_back(backend, keys, objs)
+            checked.set_result(objs)
+
+        start = partial(backend.batched_get_non_blocking, keys)
+        pending = self._guard.call(backend, "get", start, None)
+        if pending is None:
+            checked.set_result([None] * len(keys))
+        else:
+            pending.add_done_callback(finish)
+        return checked
+
+    def _write_back(
+        self,
+        backend: StorageBackendInterface,
+        keys: Sequence[ChunkKey],
+        objs: Sequence[MemoryObj | None],
+    ) -> None:
+        """Put every chunk that arrived from a lower tier into the first one."""
+        if backend is self._first or self._first not in self._tiers.active():
+            return
+        arrived = [(key, obj) for key, obj in zip(keys, objs, strict=True) if obj is not None]
+        if arrived:
+            source = backend.get_allocator_backend()
+            self.put(self._first, [key for key, _ in arrived], [obj for _, obj in arrived], source)
+
+
+def _put_into(
+    backend: StorageBackendInterface,
+    keys: Sequence[ChunkKey],
+    objs: Sequence[MemoryObj],
+    source: AllocatorBackendInterface,
+) -> list[PutOutcome]:
+    """Put, over a copy if the tier's memory is not where ``objs`` are."""
+    target = backend.get_allocator_backend()
+    if target is source:
+        return backend.batched_submit_put_task(keys, objs)
+    with References(copy_objects(target, objs)) as copies:
+        num = len(copies.objects)
+        outcomes = backend.batched_submit_put_task(keys[:num], copies.objects)
+    return [*outcomes, *[PutOutcome.NO_ROOM] * (len(keys) - num)]
