@@ -108,7 +108,7 @@ class LookupClient:
                 self._failures["down"] += 1
                 return 0
             question = Lookup(next(self._seq), lookup_id, data, WireScope.of(scope), pin)
-            replies = self._ask_locked(question)
+            replies = self._ask_locked(question, self._timeout_s)
             found = [r.found if isinstance(r, LookupReply) else 0 for r in replies]
             if pin and min(found) == 0:
                 self._send_all_locked(Unpin(next(self._seq), (lookup_id,)))
@@ -120,13 +120,16 @@ class LookupClient:
             if lookup_ids and not self._closed:
                 self._send_all_locked(Unpin(next(self._seq), tuple(lookup_ids)))
 
-    def hello(self) -> list[HelloReply]:
+    def hello(self, *, timeout_s: float | None = None) -> list[HelloReply]:
         """What every worker says about itself, by rank.
+
+        Args:
+            timeout_s: deadline of this question; None for the usual one.
 
         Raises:
             LookupServiceError: one did not answer in time or speaks another protocol.
         """
-        return self._ask_strictly(Hello(next(self._seq), PROTOCOL), HelloReply)
+        return self._ask_strictly(Hello(next(self._seq), PROTOCOL), HelloReply, timeout_s)
 
     def check(self) -> list[CheckReply]:
         """What every worker holds, by rank.
@@ -158,11 +161,13 @@ class LookupClient:
                 self._closed = True
                 self._context.destroy(linger=0)
 
-    def _ask_strictly(self, question: Request, kind: type[R]) -> list[R]:
+    def _ask_strictly(
+        self, question: Request, kind: type[R], timeout_s: float | None = None
+    ) -> list[R]:
         with self._lock:
             if self._closed:
                 raise LookupServiceError("the lookup client is closed")
-            replies = self._ask_locked(question)
+            replies = self._ask_locked(question, timeout_s or self._timeout_s)
         answers: list[R] = []
         for rank, reply in enumerate(replies):
             if not isinstance(reply, kind):
@@ -173,9 +178,9 @@ class LookupClient:
             answers.append(reply)
         return answers
 
-    def _ask_locked(self, question: Request) -> list[Reply | None]:
+    def _ask_locked(self, question: Request, timeout_s: float) -> list[Reply | None]:
         """Send to every worker and wait for the answers until the deadline; None for none."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + timeout_s
         waiting = {rank for rank in range(len(self._sockets)) if self._send_locked(rank, question)}
         replies: list[Reply | None] = [None] * len(self._sockets)
         while waiting:

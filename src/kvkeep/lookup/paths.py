@@ -15,8 +15,8 @@ from pathlib import Path
 
 from kvkeep.errors import LookupServiceError
 
-#: Bytes of a Unix socket's path, the closing zero left out (``sockaddr_un`` on Linux; 103 on
-#: macOS). MAX_PATH_BYTES = 103
+#: Bytes that a Unix socket's path may have on every system: 107 on Linux, 103 on macOS.
+MAX_PATH_BYTES = 103
 
 
 def socket_directory(base: Path | None, env: Mapping[str, str]) -> Path:

@@ -1,0 +1,288 @@
+"""The scheduler side: what to ask, what to load, what to store, and when a lease is over.
+
+Scheduler process only, from the scheduler's thread. It holds no KV: it asks the workers' lookup
+servers.
+
+A lease lives within one step. ``match`` opens one per waiting request, ``allocated`` turns it into
+a load, and ``plan`` ends those of all requests that were asked about and then not scheduled. Once
+a load was planned, its lease belongs to the worker, which claims it when it executes the step.
+Each lookup has an id of its own, so a lease that is still on its way is never taken for a later
+one.
+
+On the tokens of a request whose chunks 0 and 1 are stored::
+
+    chunk    |   0    |   1    |   2    | 3..
+    engine   | local  |        |        |        num_computed: the engine's own prefix cache
+    found    |-----------------|
+    load              |--------|                 at most to the last token but one
+    save                       |--------|        once the step has computed it
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
+from kvkeep.connectors.vllm.requests import LoraNames, TrackedRequest, scope_of
+from kvkeep.errors import LookupServiceError
+from kvkeep.lookup.client import LookupClient
+from kvkeep.tokens import PLAIN
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What the scheduler side has to know.
+
+    Attributes:
+        chunk_size: tokens in a chunk, a multiple of ``block_size``.
+        block_size: tokens in a block (page) of the engine.
+        store_decode: store generated tokens, too.
+        save_unfull_chunk: store the prompt's tail that fills no chunk, too.
+        may_load: this engine reads the cache.
+        may_store: this engine writes it.
+    """
+
+    chunk_size: int
+    block_size: int
+    store_decode: bool = False
+    save_unfull_chunk: bool = False
+    may_load: bool = True
+    may_store: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """An answered lookup that no load was planned for yet."""
+
+    lookup_id: str
+    num_tokens: int
+    num_computed: int
+
+
+class SchedulerSide:
+    """Plans loads and saves, step by step."""
+
+    def __init__(self, client: LookupClient, options: SchedulerOptions) -> None:
+        """Start without requests.
+
+        Args:
+            client: asks the workers; belongs to this object from now on.
+            options: sizes and roles.
+        """
+        self._client = client
+        self._options = options
+        self._loras = LoraNames()
+        self._ids = itertools.count()
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._found: dict[str, _Found] = {}
+        self._loads: list[LoadSpec] = []
+        self._known_failures: dict[int, int] = {}
+        self._suspects: set[str] = set()  # requests that lived when a load failed
+        self._num_resets = 0
+
+    def match(self, request: Request, num_computed: int) -> int:
+        """How many tokens beyond ``num_computed`` can be loaded for a waiting request.
+
+        Args:
+            request: asked about by the scheduler, perhaps once per step for as long as it waits.
+            num_computed: tokens that the engine has itself, a multiple of the block size.
+
+        Returns:
+            Tokens to load; their chunks are leased until :meth:`plan_saves`. At most all but the
+            last token, which the engine must compute.
+        """
+        tracked = self._track(request)
+        self._drop_found(request.request_id)
+        num_asked = request.num_tokens
+        if not self._options.save_unfull_chunk:
+            num_asked -= num_asked % self._options.chunk_size
+        limit = request.num_tokens - 1
+        if (
+            tracked.scope is None
+            or not self._options.may_load
+            or request.skip_reading_prefix_cache
+            or min(num_asked, limit) <= num_computed
+        ):
+            return 0
+        lookup_id = f"{request.request_id}#{next(self._ids)}"
+        found = self._client.lookup(
+            lookup_id, tracked.token_bytes(num_asked), scope=tracked.scope, pin=True
+        )
+        tracked.saved = found
+        num_external: int = min(found, limit) - num_computed
+        if num_external <= 0:
+            if found:
+                self._client.unpin([lookup_id])
+            return 0
+        self._found[request.request_id] = _Found(lookup_id, found, num_computed)
+        return num_external
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+        """The scheduler gave the request its blocks and will count on ``num_external`` tokens.
+
+        Raises:
+            LookupServiceError: that many were never promised.
+        """
+        if num_external <= 0:
+            return  # plan_saves() ends the lease, if there is one
+        found = self._found.get(request.request_id)
+        tracked = self._tracked.get(request.request_id)
+        if found is None or tracked is None or tracked.scope is None:
+            raise LookupServiceError(f"nothing was found for {request.request_id}")
+        end = found.num_computed + num_external
+        size = self._options.chunk_size
+        num_tokens = min(-(-end // size) * size, found.num_tokens)
+        load = LoadSpec(
+            lookup_id=found.lookup_id,
+            tokens=tracked.token_bytes(num_tokens),
+            scope=tracked.scope,
+            start=found.num_computed,
+            end=end,
+            block_ids=tuple(blocks.get_block_ids()[0]),
+        )
+        self._loads.append(load)
+        del self._found[request.request_id]
+
+    def break_promise(self, blocks: KVCacheBlocks) -> None:
+        """Plan a load that fails, so that the engine hears that it cannot count on these blocks."""
+        block_ids = tuple(blocks.get_block_ids()[0])
+        end = len(block_ids) * self._options.block_size
+        self._loads.append(LoadSpec("", b"", PLAIN, 0, end, block_ids))
+
+    def take_loads(self) -> StepMeta:
+        """The loads of the step that was just scheduled."""
+        loads, self._loads = self._loads, []
+        return StepMeta(loads, [], dict(self._known_failures), self._num_resets)
+
+    def plan_saves(self, output: SchedulerOutput) -> list[SaveSpec]:
+        """The saves of the step that was just scheduled; ends the leases of who is not in it."""
+        self._drop_all_found()
+        blocks = output.kv_connector_block_state
+        if blocks is None or not self._options.may_store:
+            return []
+        saves: list[SaveSpec] = []
+        for req_id, num_before in _computed_before(output):
+            tracked = self._tracked.get(req_id)
+            if tracked is None or tracked.scope is None or not tracked.may_store:
+                continue
+            num_after = num_before + output.num_scheduled_tokens.get(req_id, 0)
+            end = self._end_of_save(tracked.request, num_after)
+            if end <= tracked.saved:
+                continue
+            table = blocks.resolve_block_ids(req_id)[0]
+            start = tracked.saved - tracked.saved % self._options.chunk_size
+            first, last = start // self._options.block_size, -(-end // self._options.block_size)
+            if len(table) < last:
+                continue
+            spec = SaveSpec(
+                req_id=req_id,
+                tokens=tracked.token_bytes(end),
+                scope=tracked.scope,
+                start=start,
+                block_ids=tuple(table[first:last]),
+            )
+            saves.append(spec)
+            tracked.saved = end
+        return saves
+
+    def heard(self, meta: WorkerMeta) -> None:
+        """The workers' report on a step.
+
+        After a failed load nothing is stored of any request that lived then, nor of one that came
+        while such a request still lives and whose prefix may be shared with it.
+        """
+        news = {
+            rank: count
+            for rank, count in meta.failures.items()
+            if count > self._known_failures.get(rank, 0)
+        }
+        if not news:
+            return
+        self._known_failures.update(news)
+        self._suspects |= self._tracked.keys()
+        for tracked in self._tracked.values():
+            tracked.may_store = False
+        logger.warning(
+            "a load failed; nothing is stored of the %d requests alive", len(self._tracked)
+        )
+
+    def finished(self, request: Request) -> None:
+        """The request is over, however it ended. A planned load's lease is the worker's."""
+        self._drop_found(request.request_id)
+        self._tracked.pop(request.request_id, None)
+        self._suspects.discard(request.request_id)
+
+    def reset(self) -> int:
+        """Forget all chunks, because the weights changed, say; returns how many there were.
+
+        Nothing is stored any more of what was computed before, the step in flight included.
+
+        Raises:
+            LookupServiceError: a worker did not answer in time.
+        """
+        self._drop_all_found()
+        for tracked in self._tracked.values():
+            tracked.may_store = False
+        self._num_resets += 1
+        return self._client.clear()
+
+    def close(self) -> None:
+        """End what was found and let go of the workers."""
+        self._drop_all_found()
+        self._client.close()
+
+    def _track(self, request: Request) -> TrackedRequest:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = TrackedRequest(request, scope_of(request, self._loras))
+            tracked.may_store = not self._suspects
+            self._tracked[request.request_id] = tracked
+        elif request.resumable:
+            tracked.scope = scope_of(request, self._loras)
+        lora = request.lora_request
+        if lora is not None and lora.load_inplace:
+            for other in self._tracked.values():
+                used = other.request.lora_request
+                if used is not None and used.lora_int_id == lora.lora_int_id:
+                    other.may_store = False
+        return tracked
+
+    def _end_of_save(self, request: Request, num_after: int) -> int:
+        """Token after the last one to store when ``num_after`` tokens are computed.
+
+        A token that the engine is still sampling is not known here, and so not stored yet.
+        """
+        prompt: int = min(request.num_prompt_tokens, request.num_tokens)
+        known = request.num_tokens if self._options.store_decode else prompt
+        num_after = min(num_after, known)
+        end: int = num_after - num_after % self._options.chunk_size
+        if self._options.save_unfull_chunk and end < prompt <= num_after:
+            return prompt
+        return end
+
+    def _drop_found(self, req_id: str) -> None:
+        found = self._found.pop(req_id, None)
+        if found is not None:
+            self._client.unpin([found.lookup_id])
+
+    def _drop_all_found(self) -> None:
+        if self._found:
+            self._client.unpin([found.lookup_id for found in self._found.values()])
+            self._found.clear()
+
+
+def _computed_before(output: SchedulerOutput) -> list[tuple[str, int]]:
+    """(request id, tokens computed before the step) of every request in the step."""
+    new = [(data.req_id, data.num_computed_tokens) for data in output.scheduled_new_reqs]
+    cached = output.scheduled_cached_reqs
+    return new + list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
