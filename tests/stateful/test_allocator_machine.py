@@ -24,8 +24,9 @@ from kvkeep.memory.factory import initialize_allocator
 from kvkeep.memory.general import GeneralAllocator
 from kvkeep.memory.paged import PagedAllocator
 
-POOL_BYTES = 64 * 40
-MAX_SIZE = 256
+#: Small, so that it is often full and in pieces.
+POOL_BYTES = 64 * 12
+MAX_SIZE = 192
 FORMATS = (MemoryFormat.BINARY, MemoryFormat.OPAQUE_PAGES)
 
 
@@ -75,7 +76,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         with pool.count_lock:
             return pool._ranges_locked()
 
-    @rule(size=st.integers(1, MAX_SIZE), count=st.integers(0, 6), fmt=st.sampled_from(FORMATS))
+    @rule(size=st.integers(1, MAX_SIZE), count=st.integers(0, 4), fmt=st.sampled_from(FORMATS))
     def batched_allocate(self, size, count, fmt):
         before = self.allocator.usage()
         objects = self.allocator.batched_allocate((size,), torch.uint8, count, fmt)
@@ -183,7 +184,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 class PagedMachine(AllocatorMachine):
-    make = staticmethod(lambda: PagedAllocator(Arena(POOL_BYTES), 200))
+    make = staticmethod(lambda: PagedAllocator(Arena(POOL_BYTES), 128))
 
 
 class GeneralMachine(AllocatorMachine):
@@ -196,7 +197,7 @@ class MixedMachine(AllocatorMachine):
     )
 
 
-_SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None)
+_SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestPagedMachine = PagedMachine.TestCase
 TestGeneralMachine = GeneralMachine.TestCase
 TestMixedMachine = MixedMachine.TestCase

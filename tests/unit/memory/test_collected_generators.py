@@ -31,6 +31,21 @@ def eager_collector():
     gc.unfreeze()
 
 
+def test_memory_that_the_collector_freed_in_between_is_not_freed_again():
+    """The last reference may go after the count was lowered and before it is looked at."""
+    allocator = PagedAllocator(Arena(POOL_BYTES), 320)
+    obj, other = allocator.batched_allocate((320,), torch.uint8, 2)
+    obj.ref_count_up()
+    with allocator.count_lock:
+        obj._refs -= 1
+        obj._ref_down_locked()
+        obj._note_release_locked()
+    assert allocator.memcheck().num_objects == 1
+    other.ref_count_down()
+    assert allocator.memcheck().used_bytes == 0
+    allocator.close()
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("eager_collector")
 @pytest.mark.parametrize(
