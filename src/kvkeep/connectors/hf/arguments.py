@@ -1,7 +1,7 @@
 """What ``generate`` was asked for: which arguments a cached call can honour, and which it refuses.
 
-Pure checks, no copying; called by the wrapper at the start of a call, from the caller's thread. What is
-refused would either use another cache than ours or make KV depend on more than the tokens.
+Pure checks, no copying; called by the wrapper at the start of a call, from the caller's thread.
+What is refused would either use another cache than ours or make KV depend on more than the tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ REFUSED_OPTIONS: Mapping[str, str] = {
     "dola_layers": "this decoding method manages its own cache",
     "constraints": "constrained search manages its own cache",
     "force_words_ids": "constrained search manages its own cache",
-    "guidance_scale": "classifier-free guidance runs a second prompt beside this one",
-    "negative_prompt_ids": "classifier-free guidance runs a second prompt beside this one",
-    "negative_prompt_attention_mask": "classifier-free guidance runs a second prompt beside this one",
+    "guidance_scale": "guidance runs a second prompt beside this one",
+    "negative_prompt_ids": "guidance runs a second prompt beside this one",
+    "negative_prompt_attention_mask": "guidance runs a second prompt beside this one",
     "prefill_chunk_size": "the prefill is done before generate is called",
     "token_healing": "it changes the prompt",
     "output_attentions": "the prompt is not computed again, so its attentions do not exist",
@@ -62,9 +62,7 @@ class GenerateCall:
     options: dict[str, Any]
 
 
-def check_call(
-    model: Any, inputs: torch.Tensor | None, options: Mapping[str, Any]
-) -> GenerateCall:
+def check_call(model: Any, inputs: torch.Tensor | None, options: Mapping[str, Any]) -> GenerateCall:
     """Take the arguments of a ``generate`` call apart and check them.
 
     Args:
@@ -145,7 +143,7 @@ def _check_known(model: Any, given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in known and not hasattr(model.generation_config, name):
             raise ValueError(
-                f"generate got {name!r}: kvkeep knows prompts of token ids and attention masks only; "
+                f"generate got {name!r}: kvkeep knows token ids and attention masks only; "
                 "KV that depends on anything else would not belong to exactly these tokens"
             )
 
@@ -156,7 +154,7 @@ def _one_of(inputs: torch.Tensor | None, input_ids: torch.Tensor | None) -> torc
     ids = inputs if inputs is not None else input_ids
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.numel() == 0:
         shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise ValueError(f"input_ids must be a tensor [rows, tokens] with tokens in it, got {shape}")
+        raise ValueError(f"input_ids must be a tensor [rows, tokens], not empty, got {shape}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"input_ids must be integers, got {ids.dtype}")
     return ids

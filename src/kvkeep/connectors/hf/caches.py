@@ -1,8 +1,8 @@
-"""The KV caches of transformers: which kind a model uses, and how one is filled from token-major memory.
+"""The KV caches of transformers: which kind a model uses, and how kvkeep's memory becomes one.
 
-transformers keeps, per layer, K and V as [rows, KV heads, tokens, head size] (``DynamicLayer``). kvkeep
-moves K and V as [tokens, KV heads, head size]; the functions here turn one view into the other without
-copying. Called from the thread that calls the model.
+transformers keeps, per layer, K and V as [rows, KV heads, tokens, head size] (``DynamicLayer``).
+kvkeep moves K and V as [tokens, KV heads, head size]; the functions here turn one view into the
+other without copying. Called from the thread that calls the model.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def declare_caches(model: Any) -> ModelCaches:
             entry per token; the message names it.
     """
     if model.config.is_encoder_decoder:
-        raise LayoutError(f"{type(model).__name__} is an encoder-decoder; only decoders are supported")
+        name = type(model).__name__
+        raise LayoutError(f"{name} is an encoder-decoder; only decoders are supported")
     config = model.config.get_text_config(decoder=True)
     _check_rope(config)
     _check_layers(new_cache(model), f"the config of {type(model).__name__}", config)
@@ -149,8 +150,8 @@ def _check_rope(config: Any) -> None:
     for kind in kinds:
         if kind in LENGTH_DEPENDENT_ROPE:
             raise LayoutError(
-                f"rope_type {kind!r}: the KV of a token depends on the length of the whole prompt, so "
-                "it does not belong to a prefix"
+                f"rope_type {kind!r}: the KV of a token depends on the length of the whole prompt, "
+                "so it does not belong to a prefix"
             )
 
 
@@ -163,8 +164,9 @@ def _check_layers(cache: Any, where: str, config: Any) -> None:
         raise LayoutError(
             f"{where} uses the cache {type(cache).__name__}; only DynamicCache is supported"
         )
-    others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
-    if others:
+    kinds = {type(layer) for layer in cache.layers} - {DynamicLayer}
+    if kinds:
+        others = sorted(kind.__name__ for kind in kinds)
         raise LayoutError(
             f"{where} has cache layers of the kind {', '.join(others)}; only plain attention "
             "(DynamicLayer) is supported, since anything else does not grow by one entry per token"

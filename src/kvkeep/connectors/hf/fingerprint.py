@@ -1,8 +1,8 @@
 """What a model's KV depends on besides the tokens: a fingerprint of weights, buffers and config.
 
-The whole content of every tensor is hashed, so that no change of a weight goes unseen; about a second
-per gigabyte and core, once per attached model. :func:`weights_state` is the cheap look that tells
-whether that has to be done again. Called from the thread that calls the model.
+The whole content of every tensor is hashed, so that no change of a weight goes unseen; about a
+second per gigabyte and core, once per attached model. :func:`weights_state` is the cheap look that
+tells whether that has to be done again. Called from the thread that calls the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from kvkeep.errors import IdentityError
 
 #: Config entries on which KV does not depend.
-IGNORED_CONFIG = frozenset({"_name_or_path", "transformers_version", "use_cache", "id2label", "label2id"})
+IGNORED_CONFIG = frozenset(
+    {"_name_or_path", "transformers_version", "use_cache", "id2label", "label2id"}
+)
 #: Threads that hash; hashing releases the interpreter's lock.
 MAX_THREADS = 4
 
@@ -43,8 +45,8 @@ def weights_fingerprint(model: Any) -> str:
 def config_digest(model: Any) -> str:
     """Hex SHA-256 over the model's config (RoPE parameters included) and attention implementation.
 
-    Other attention code gives the same KV but for rounding. It is part of the identity all the same,
-    so that what is loaded is what this very code would have computed.
+    Other attention code gives the same KV but for rounding. It is part of the identity all the
+    same, so that what is loaded is what this very code would have computed.
     """
     config = model.config
     values = {name: value for name, value in config.to_dict().items() if name not in IGNORED_CONFIG}
@@ -55,7 +57,7 @@ def config_digest(model: Any) -> str:
 
 
 def weights_state(model: Any) -> int:
-    """A number that changes when a weight is replaced or written to by torch, found without reading it.
+    """A number that changes when a weight is replaced or written to by torch; reads no weight.
 
     Writes that go around torch (through ``.data`` or a numpy view) do not show.
     """
@@ -81,7 +83,7 @@ def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
         )
     flat = tensor.detach().contiguous().reshape(-1)
     try:
-        content = flat.view(torch.uint8).cpu().numpy()
+        content = flat.view(torch.uint8).cpu().numpy().data
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise IdentityError(
             f"cannot read the weights {name!r} ({type(tensor).__name__}, {tensor.dtype}); "

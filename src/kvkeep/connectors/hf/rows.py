@@ -1,7 +1,7 @@
 """The prompts in a batch: where each row's tokens begin, and what a call found for each.
 
-Pure functions and values. In a batch of width W a row with n tokens looks like this, since models that
-decode are padded on the left:
+Pure functions and values. In a batch of width W a row with n tokens looks like this, since models
+that decode are padded on the left:
 
     column     0 ......... W-n-1 | W-n ................ W-1
     content    padding           | token 0 ...... token n-1
@@ -42,8 +42,8 @@ class RowReport:
     Attributes:
         num_tokens: tokens of the prompt, without padding.
         num_found: leading tokens whose KV was found.
-        num_loaded: leading tokens whose KV was used instead of computed; at most ``num_tokens - 1``,
-            since the last token is always computed.
+        num_loaded: leading tokens whose KV was used instead of computed; at most ``num_tokens -
+            1``, since the last token is always computed.
         num_stored: tokens of the prompt that are stored now, as one run from its start.
     """
 
@@ -100,8 +100,8 @@ def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[Pr
             raise ValueError(f"row {index} of the batch is nothing but padding")
         if not bool(present[index, width - count :].all()):
             raise ValueError(
-                f"row {index} of the batch is padded on the right or has holes in its attention mask; "
-                "pad on the left (padding_side='left')"
+                f"row {index} of the batch is padded on the right or has holes in its attention "
+                "mask; pad on the left (padding_side='left')"
             )
         rows.append(PromptRow(index, width - count, ids[index, width - count :]))
     return rows

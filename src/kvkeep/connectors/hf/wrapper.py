@@ -1,9 +1,10 @@
 """attach and KVKeepModel: ``generate`` that loads the KV of a known prefix instead of computing it.
 
-A call goes through each prompt of the batch by itself (docs/architecture.md): strip the padding, look
-up, load what is stored, compute the rest up to the last token but one, store the new chunks; then join
-the prompts into one left-padded cache and let the model's own generate go on from there. So it computes
-the last token of each prompt first, whatever was found, and a batch may hit different lengths.
+A call goes through each prompt of the batch by itself (docs/architecture.md): strip the padding,
+look up, load what is stored, compute the rest up to the last token but one, store the new chunks;
+then join the prompts into one left-padded cache and let the model's own generate go on from there.
+So it computes the last token of each prompt first, whatever was found, and a batch may hit
+different lengths.
 
 One thread at a time may call ``generate``, as with the model itself; the copying is locked.
 """
@@ -57,9 +58,9 @@ def attach(
         model: a decoder of transformers with ``generate``, on any device, in any dtype.
         settings: None reads the ``KVKEEP_...`` environment and its YAML file.
         name: name of the model in the identity; None for the settings' or the model's own.
-        revision: what tells these weights from others; None for the settings' or a fingerprint of all
-            weights, which takes about a second per gigabyte. Who passes it promises that equal texts mean
-            equal weights.
+        revision: what tells these weights from others; None for the settings' or a fingerprint of
+            all weights, which takes about a second per gigabyte. Who passes it promises that equal
+            texts mean equal weights.
         salt: keeps this cache apart from others that have the same model.
 
     Returns:
@@ -129,8 +130,8 @@ class KVKeepModel:
     ) -> Any:
         """``model.generate``, with the same arguments and the same result.
 
-        Padding is on the left, as models that decode need it. Without ``attention_mask`` the padding is
-        taken from the pad token as transformers does it.
+        Padding is on the left, as models that decode need it. Without ``attention_mask`` the
+        padding is taken from the pad token as transformers does it.
 
         Args:
             inputs: token ids [rows, tokens]; or pass ``input_ids``.
@@ -145,7 +146,7 @@ class KVKeepModel:
         if self._closed:
             raise RuntimeError("generate was called on a kept model that was closed")
         if self.model.training:
-            raise RuntimeError("the model is in training mode, where KV is random; call eval() first")
+            raise RuntimeError("in training mode KV is random; call the model's eval() first")
         call = check_call(self.model, inputs, {"generation_config": generation_config, **options})
         rows = split_rows(call.input_ids, call.attention_mask)
         scope = self._weights.scope()
@@ -193,10 +194,8 @@ class KVKeepModel:
             raise AttributeError(name)
         return getattr(self.model, name)
 
-    def _prepare(
-        self, row: PromptRow, scope: RequestScope, clock: _Clock
-    ) -> tuple[Any, RowReport]:
-        """A cache that holds the row's tokens, but perhaps the last one, and what was done for it."""
+    def _prepare(self, row: PromptRow, scope: RequestScope, clock: _Clock) -> tuple[Any, RowReport]:
+        """A cache with the row's tokens, but perhaps the last one, and what was done for it."""
         settings = self._manager.settings
         total = row.num_tokens
         fills_chunk = total % settings.chunk_size == 0 or settings.save_unfull_chunk
@@ -261,12 +260,18 @@ class KVKeepModel:
         return result.num_tokens
 
     def _store_decoded(
-        self, call: GenerateCall, rows: list[PromptRow], cache: Any, result: Any, scope: RequestScope
+        self,
+        call: GenerateCall,
+        rows: list[PromptRow],
+        cache: Any,
+        result: Any,
+        scope: RequestScope,
     ) -> None:
         """Store the KV of generated tokens, where the cache's rows are still the result's rows.
 
-        Beam search leaves its cache in another order than its result, so it is left out. The last token of
-        a sequence has no KV yet, and the pad tokens behind a finished one are not worth storing.
+        Beam search leaves its cache in another order than its result, so it is left out. The last
+        token of a sequence has no KV yet, and the pad tokens behind a finished one are not worth
+        storing.
         """
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         if call.num_beams > 1:
@@ -310,7 +315,7 @@ class _Weights:
         self.first = revision or weights_fingerprint(model)
 
     def scope(self) -> RequestScope:
-        """What requests add to the identity: nothing, or a tag for weights or a config that are new.
+        """What requests add to the identity: nothing, or a tag for weights or config that changed.
 
         Raises:
             LayoutError: the model carries adapters by now.
@@ -330,6 +335,6 @@ def _refuse_adapters(model: Any) -> None:
     """Adapters can be switched without a trace in the weights, so they are refused."""
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
         raise LayoutError(
-            f"{type(model).__name__} carries adapters, which can be switched unseen; merge them into the "
-            "weights (merge_and_unload) and attach the result"
+            f"{type(model).__name__} carries adapters, which can be switched unseen; merge them "
+            "into the weights (merge_and_unload) and attach the result"
         )

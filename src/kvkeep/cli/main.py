@@ -1,0 +1,40 @@
+"""The command ``kvkeep``: what it can do, and how it ends.
+
+Exit code 0: all is well. 1: the command ran and what it checked is not so. 2: it could not run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvkeep import __version__
+from kvkeep.cli.demo import demo
+
+app = typer.Typer(
+    name="kvkeep",
+    help="Keeps the KV caches that an LLM engine has computed, so that a prompt is prefilled once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvkeep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Keeps the KV caches that an LLM engine has computed, so that a prompt is prefilled once."""

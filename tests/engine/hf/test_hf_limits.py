@@ -1,0 +1,95 @@
+"""Room that is too small, an engine that is frozen, a wrapper that is closed: misses, never errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.engine
+
+GREEDY = {"do_sample": False, "max_new_tokens": 4}
+#: Bytes of a tiny model's chunk: K and V, 2 layers, 16 tokens, 2 heads of 16 float32.
+CHUNK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+
+
+def test_pool_smaller_than_a_prompt(tiny, keep, prompt) -> None:
+    model = tiny()
+    with keep(model, **{"cpu.size": 3 * CHUNK_BYTES}) as kept:
+        for seed in range(6):
+            ids = prompt(100, seed=seed)
+            plain = model.generate(ids, **GREEDY)
+            assert torch.equal(kept.generate(ids, **GREEDY), plain)
+            assert torch.equal(kept.generate(ids, **GREEDY), plain)
+            assert 0 < kept.last_call.num_found <= 3 * 16
+
+
+def test_pool_smaller_than_a_chunk(tiny, keep, prompt) -> None:
+    model = tiny()
+    with keep(model, chunk_size=64, **{"cpu.size": 2 * CHUNK_BYTES}) as kept:
+        ids = prompt(100)
+        for _ in range(2):
+            assert torch.equal(kept.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+            assert kept.last_call.num_found == 0
+
+
+def test_many_prompts_through_a_small_pool(tiny, keep, prompt, left_pad) -> None:
+    model = tiny()
+    with keep(model, **{"cpu.size": 5 * CHUNK_BYTES}) as kept:
+        for seed in range(12):
+            rows = [prompt(20 + 7 * (seed % 4), seed=seed % 5), prompt(33, seed=seed % 3)]
+            ids, mask = left_pad(rows)
+            plain = model.generate(ids, attention_mask=mask, **GREEDY)
+            assert torch.equal(kept.generate(ids, attention_mask=mask, **GREEDY), plain)
+
+
+def test_frozen_engine_still_loads_but_stores_nothing(tiny, keep, prompt) -> None:
+    model = tiny()
+    known, new = prompt(40), prompt(40, seed=1)
+    with keep(model) as kept:
+        kept.generate(known, **GREEDY)
+        kept.engine.freeze(True)
+        kept.generate(known, **GREEDY)
+        assert kept.last_call.num_found == 32
+        for _ in range(2):
+            assert torch.equal(kept.generate(new, **GREEDY), model.generate(new, **GREEDY))
+            assert kept.last_call.num_found == 0
+        kept.engine.freeze(False)
+
+
+def test_a_model_that_raises_leaves_nothing_behind(tiny, keep, prompt) -> None:
+    """Faults 17 and 18: a lookup's pins and a request's objects end with the request."""
+    model = tiny()
+    ids = prompt(40)
+    with keep(model) as kept:
+        kept.generate(ids, **GREEDY)
+        hook = model.model.layers[1].register_forward_pre_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            kept.generate(torch.cat([ids, prompt(40, seed=1)], dim=1), **GREEDY)
+        hook.remove()
+        assert kept.engine.check().open_leases == 0
+        assert torch.equal(kept.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+
+
+def _raise(module: object, args: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_closed(tiny, keep, prompt) -> None:
+    from kvkeep.connectors.hf import attach
+
+    model = tiny()
+    kept = attach(model)
+    kept.close()
+    kept.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        kept.generate(prompt(4), **GREEDY)
+    assert model.generate(prompt(4), **GREEDY).shape == (1, 8)
+
+
+def test_training_mode_is_refused(tiny, keep, prompt) -> None:
+    model = tiny()
+    with keep(model) as kept:
+        model.train()
+        with pytest.raises(RuntimeError, match="eval"):
+            kept.generate(prompt(4), **GREEDY)
+        model.eval()
