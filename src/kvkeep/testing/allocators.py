@@ -264,6 +264,20 @@ class AllocatorContract:
         allocator.close()
         assert not allocator.can_ever_fit(OBJECT_BYTES)
 
+    def test_room_for(self, make_allocator: MakeAllocator) -> None:
+        """How many more fit is known without trying."""
+        allocator = make_allocator()
+        objects: list[MemoryObj] = []
+        for number in range(CAPACITY):
+            assert allocator.room_for(OBJECT_BYTES) == CAPACITY - number
+            objects.append(take(allocator))
+        assert allocator.room_for(1) == 0
+        batched_ref_count_down(objects)
+        assert allocator.room_for(OBJECT_BYTES) == CAPACITY
+        assert allocator.room_for(OBJECT_BYTES * (CAPACITY + 1)) == 0
+        allocator.close()
+        assert allocator.room_for(OBJECT_BYTES) == 0
+
     def test_counters_and_proof_agree(self, allocator: MemoryAllocatorInterface) -> None:
         """``usage`` says without a walk what ``memcheck`` proves with one."""
         objects: list[MemoryObj] = []
