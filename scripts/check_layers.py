@@ -34,6 +34,12 @@ LAYERS = {
     "storage": 4,
     "engine": 5,
     "layerwise": 5,
+    "request": 5,
+    "results": 5,
+    "storing": 5,
+    "loading": 5,
+    "looking_up": 5,
+    "tagged_keys": 5,
     "manager": 5,
     "lookup": 5,
     "cli": 6,
@@ -45,7 +51,19 @@ ANYTHING = "testing"
 #: Where a heavy package may be imported; the prefixes are names below ``kvkeep``.
 PLACES = {
     # backends and storage name torch's dtypes in the signatures of allocation
-    "torch": ("memory", "gpu", "backends", "storage", "engine", "layerwise", "connectors", "demo"),
+    # the engine's surface: masks and slot mappings
+    "torch": (
+        "memory",
+        "gpu",
+        "backends",
+        "storage",
+        "engine",
+        "layerwise",
+        "loading",
+        "request",
+        "connectors",
+        "demo",
+    ),
     # the demo is a user of vLLM, as anybody's program is
     "vllm": ("connectors.vllm", "demo.vllm_run"),
     "transformers": ("connectors.hf", "demo"),

@@ -29,6 +29,7 @@ class CopyThreads:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None  # guarded by _lock
         self._closed = False  # guarded by _lock
+        self._started: list[threading.Thread] = []  # appended to by each thread when it begins
 
     def split(self, count: int) -> list[range]:
         """``range(count)`` in as many parts as there are threads, none of them empty."""
@@ -48,8 +49,7 @@ class CopyThreads:
             jobs[0]()
         finally:
             wait(others)
-        for future in others:
-            future.result()
+        self._finish(others)
 
     def ahead(
         self, num_layers: int, jobs_of: Callable[[int], Sequence[Job]]
@@ -62,13 +62,46 @@ class CopyThreads:
         pending = self._submit(jobs_of(0))
         try:
             for layer in range(num_layers):
-                wait(pending)
-                for future in pending:
-                    future.result()
+                self._finish(pending)
                 pending = self._submit(jobs_of(layer + 1)) if layer + 1 < num_layers else []
                 yield
         finally:
-            wait(pending)
+            self._settle(pending)
+
+    def behind(
+        self, num_layers: int, layers: Generator[None, None, None]
+    ) -> Generator[None, None, None]:
+        """Advance ``layers`` in another thread, one layer behind the caller.
+
+        Yields ``num_layers`` times; at yield ``i`` layer ``i`` is under way and those before it are
+        complete. All are when it has ended. Closing it waits for what is under way.
+        """
+        pending: list[Future[None]] = []
+        try:
+            for _ in range(num_layers):
+                self._finish(pending)
+                pending = self._submit([lambda: next(layers)])
+                yield
+            self._finish(pending)
+        finally:
+            self._settle(pending)
+            layers.close()
+
+    def _finish(self, pending: list[Future[None]]) -> None:
+        """Wait for jobs; raises what the first failed one raised once all have ended."""
+        wait(pending)
+        for future in pending:
+            future.result()
+
+    def _settle(self, pending: list[Future[None]]) -> None:
+        """Let jobs go that have not begun and wait for the others, whatever comes of them.
+
+        A generator that is part of a reference cycle may be closed by the garbage collector in one
+        of these threads, which cannot wait for itself.
+        """
+        begun = [future for future in pending if not future.cancel()]
+        if threading.current_thread() not in self._started:
+            wait(begun)
 
     def _submit(self, jobs: Sequence[Job]) -> list[Future[None]]:
         if not jobs:
@@ -77,7 +110,11 @@ class CopyThreads:
             if self._closed:
                 raise RuntimeError("the connector is closed")
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="kvkeep-copy")
+                self._pool = ThreadPoolExecutor(
+                    self.num_threads,
+                    thread_name_prefix="kvkeep-copy",
+                    initializer=lambda: self._started.append(threading.current_thread()),
+                )
             return [self._pool.submit(job) for job in jobs]
 
     def close(self) -> None:

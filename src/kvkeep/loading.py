@@ -1,0 +1,250 @@
+"""OpenLoad: the chunks of one request from their lease to the engine's pages.
+
+Used by one caller at a time. It claims the lease of the request's lookup and holds a reference to
+every chunk it will load; closing it gives all of that back, on every path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvkeep.gpu.base import SKIP_SLOT
+from kvkeep.gpu.slots import slots_as_array
+from kvkeep.keys import ChunkKey
+from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.ownership import References
+from kvkeep.request import COPY_ERRORS, ENGINE_MEMORY, EngineParts, Request
+
+
+def refuse_load(parts: EngineParts, request: Request) -> torch.Tensor:
+    """The mask of a load that is not done: all False. The lease of the request ends."""
+    if request.req_id is not None:
+        parts.storage_manager.leases.release(request.req_id)
+    chunks = parts.token_database.process_tokens(request.tokens, request.mask, request.scope)
+    if chunks.num_tokens:
+        parts.metrics.load_failed(chunks.num_tokens - chunks.num_masked, "unhealthy")
+    return torch.zeros(chunks.num_tokens, dtype=torch.bool)
+
+
+class OpenLoad:
+    """A load that holds its chunks. Use it as a context manager.
+
+    Attributes:
+        keys: keys of the chunks that will be loaded.
+    """
+
+    def __init__(self, parts: EngineParts, request: Request) -> None:
+        """Claim the request's lease and get the longest prefix that is stored.
+
+        Raises:
+            TokenError, MaskError: the request is malformed.
+            ValueError: the slot mapping is no flat integer tensor.
+        """
+        self._parts = parts
+        self._request = request
+        self._held = References()
+        self._tiers: list[str] = []  # where each object came from
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self.keys: list[ChunkKey] = []
+        leases = parts.storage_manager.leases
+        self._lease = leases.claim(request.req_id) if request.req_id is not None else None
+        try:
+            chunks = parts.token_database.process_tokens(
+                request.tokens, request.mask, request.scope
+            )
+            self._num_tokens = chunks.num_tokens
+            self._slots: npt.NDArray[np.int64] | None = None
+            if request.slot_mapping is not None:
+                self._slots = slots_as_array(request.slot_mapping)
+            self._gather(self._without_skipped(list(chunks)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_found(self) -> int:
+        """Tokens of the chunks that will be loaded."""
+        return sum(self._ends) - sum(self._starts)
+
+    def _without_skipped(
+        self, parts: list[tuple[int, int, ChunkKey]]
+    ) -> list[tuple[int, int, ChunkKey]]:
+        """The chunks of which at least one token is to be written."""
+        if self._slots is None or not parts:
+            return parts
+        skipped = self._slots == SKIP_SLOT
+        if not skipped.any():
+            return parts
+        offset = self._request.offset
+        before = np.concatenate(([0], np.cumsum(skipped)))  # skipped slots before each position
+        bounds = np.array([(start, end) for start, end, _ in parts], np.int64) - offset
+        inside = np.clip(bounds, 0, len(skipped))
+        counts = before[inside[:, 1]] - before[inside[:, 0]]
+        whole = counts == bounds[:, 1] - bounds[:, 0]
+        return [part for part, is_skipped in zip(parts, whole, strict=True) if not is_skipped]
+
+    def _gather(self, wanted: list[tuple[int, int, ChunkKey]]) -> None:
+        """Get references to the chunks from the first on, until one is missing."""
+        keys = [key for _, _, key in wanted]
+        storage = self._parts.storage_manager
+        if self._lease is not None:
+            for key in keys:
+                obj = self._lease.get(key)
+                if obj is None:
+                    break
+                self._held.adopt([obj])
+                self._tiers.append(storage.allocator_backend.name)
+        leased = len(self._tiers)
+        for run in storage.get_block_mapping(keys[leased:]):
+            first, last = leased + run.start, leased + run.end
+            found = storage.batched_get(keys[first:last], run.location)
+            self._held.adopt(found)
+            if not self._take(found, run.location):
+                lost = wanted[len(self._tiers) : last]
+                tokens = sum(end - start for start, end, _ in lost)
+                self._parts.metrics.load_failed(tokens, "missing")
+                break
+        self._drop_misfits(wanted)
+
+    def _take(self, found: list[MemoryObj | None], tier: str) -> bool:
+        """Count the objects before the first miss, give those after it back; False for a miss."""
+        length = found.index(None) if None in found else len(found)
+        self._tiers += [tier] * length
+        self._keep(len(self._tiers))
+        return length == len(found)
+
+    def _keep(self, count: int) -> None:
+        """Give back all objects but the first ``count``."""
+        References(self._held.objects[count:]).release()
+        del self._held.objects[count:]
+        del self._tiers[count:]
+
+    def _drop_misfits(self, wanted: list[tuple[int, int, ChunkKey]]) -> None:
+        """End the prefix before an object that is not as large as its chunk."""
+        connector = self._parts.gpu_connector
+        for number, obj in enumerate(self._held.objects):
+            start, end, _ = wanted[number]
+            shape, dtype, _ = connector.chunk_shape(end - start)
+            if obj.size_bytes != int(np.prod(shape)) * dtype.itemsize:
+                self._parts.metrics.failure(self._tiers[number], "get", "wrong_size")
+                self._keep(number)
+                break
+        for start, end, key in wanted[: len(self._held.objects)]:
+            self._starts.append(start)
+            self._ends.append(end)
+            self.keys.append(key)
+
+    def copy(self) -> int:
+        """Copy all layers into the engine; returns how many chunks are in its pages now.
+
+        Raises:
+            ValueError: the slot mapping or the caches are not what the engine's are.
+        """
+        if not self._held.objects:
+            return 0
+        request = self._request
+        started = time.perf_counter()
+        try:
+            self._parts.gpu_connector.batched_to_gpu(
+                self._held.objects,
+                self._starts,
+                self._ends,
+                kvcaches=request.kvcaches,
+                slot_mapping=request.slot_mapping,
+                offset=request.offset,
+            )
+            written = len(self._held.objects)
+        except COPY_ERRORS as error:
+            written = self.copy_singly(error)
+        self.count(written, time.perf_counter() - started)
+        return written
+
+    def copy_layers(self) -> Generator[None, None, None] | None:
+        """A copier that completes one layer per ``next()``; None if nothing was found.
+
+        Raises:
+            ValueError: the slot mapping or the caches are not what the engine's are.
+        """
+        if not self._held.objects:
+            return None
+        request = self._request
+        return self._parts.gpu_connector.layerwise_to_gpu(
+            self._held.objects,
+            self._starts,
+            self._ends,
+            kvcaches=request.kvcaches,
+            slot_mapping=request.slot_mapping,
+            offset=request.offset,
+        )
+
+    def copy_singly(self, error: BaseException) -> int:
+        """Copy chunk by chunk, since a transfer of all failed somewhere.
+
+        Returns:
+            How many chunks are in the engine's pages; the next one could not be copied.
+        """
+        metrics = self._parts.metrics
+        metrics.failure(ENGINE_MEMORY, "load", type(error).__name__)
+        request = self._request
+        for number, obj in enumerate(self._held.objects):
+            start, end = self._starts[number], self._ends[number]
+            try:
+                self._parts.gpu_connector.to_gpu(
+                    obj,
+                    start,
+                    end,
+                    kvcaches=request.kvcaches,
+                    slot_mapping=request.slot_mapping,
+                    offset=request.offset,
+                )
+            except COPY_ERRORS:
+                lost = sum(self._ends[number:]) - sum(self._starts[number:])
+                metrics.load_failed(lost, "copy")
+                return number
+        return len(self._held.objects)
+
+    def count(self, num_chunks: int, seconds: float) -> None:
+        """The first ``num_chunks`` chunks were loaded in ``seconds``."""
+        tiers: dict[str, tuple[int, int]] = {}
+        for number, obj in enumerate(self._held.objects[:num_chunks]):
+            tokens, size = tiers.get(self._tiers[number], (0, 0))
+            tokens += self._ends[number] - self._starts[number]
+            tiers[self._tiers[number]] = (tokens, size + obj.size_bytes)
+        total = sum(size for _, size in tiers.values())
+        for tier, (tokens, size) in tiers.items():
+            self._parts.metrics.loaded(tier, tokens, size, seconds * size / total)
+
+    def mask(self, num_chunks: int) -> torch.Tensor:
+        """True exactly where the first ``num_chunks`` chunks were written: bool [tokens], CPU."""
+        written = np.zeros(self._num_tokens, np.bool_)
+        for start, end in zip(self._starts[:num_chunks], self._ends[:num_chunks], strict=True):
+            written[start:end] = True
+        if self._slots is not None:
+            offset = self._request.offset
+            part = written[offset : offset + len(self._slots)]
+            part &= self._slots[: len(part)] != SKIP_SLOT
+        return torch.from_numpy(written)
+
+    def close(self) -> None:
+        """Give all references and the lease back; a second call does nothing."""
+        self._held.release()
+        if self._lease is not None:
+            self._lease.release()
+
+    def __enter__(self) -> OpenLoad:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

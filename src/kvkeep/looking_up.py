@@ -1,0 +1,54 @@
+"""look_up: the longest stored prefix of a prompt, and the lease on it. Callable from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvkeep.request import ENGINE_MEMORY, EngineParts
+from kvkeep.tokens import TokenChunks
+
+
+def look_up(
+    parts: EngineParts,
+    chunks: TokenChunks,
+    *,
+    lease_id: str | None,
+    search_range: Collection[str] | None,
+) -> int:
+    """Number of tokens found.
+
+    Args:
+        parts: of the engine.
+        chunks: the prompt.
+        lease_id: pin what is found and register the lease under this id, in place of the one that
+            it had; None pins nothing.
+        search_range: names of the tiers to ask; all if None.
+
+    Raises:
+        ValueError: no tier is called so.
+    """
+    storage = parts.storage_manager
+    lease = storage.leases.open(lease_id) if lease_id is not None else None
+    try:
+        runs = storage.get_block_mapping(chunks.keys, search_range, pin=lease)
+    except BaseException:
+        if lease is not None:
+            lease.release()
+        raise
+    if lease is not None and lease_id is not None:
+        if runs:
+            storage.leases.keep(lease_id, lease)
+        else:
+            storage.leases.release(lease_id)
+    found: dict[str, int] = {}
+    for run in runs:
+        num_tokens = chunks.end_of(run.end) - chunks.end_of(run.start)
+        found[run.location] = found.get(run.location, 0) + num_tokens
+    parts.metrics.lookup(asked=chunks.num_tokens, found=found)
+    return sum(found.values())
+
+
+def refuse_lookup(parts: EngineParts) -> int:
+    """The answer of an unhealthy engine: nothing is found."""
+    parts.metrics.failure(ENGINE_MEMORY, "lookup", "unhealthy")
+    return 0
