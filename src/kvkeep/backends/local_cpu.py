@@ -27,10 +27,8 @@ from kvkeep.backends.lease import Lease
 from kvkeep.backends.making_room import Room, make_room
 from kvkeep.keys import ChunkKey
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.base import (
-    MemoryAllocatorInterface,
-    MemoryObj,
-    MemoryReport,
+from kvkeep.memory.base import MemoryAllocatorInterface, MemoryObj, MemoryReport
+from kvkeep.memory.batches import (
     batched_pin,
     batched_ref_count_down,
     batched_ref_count_up,

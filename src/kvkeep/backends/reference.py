@@ -19,7 +19,8 @@ from kvkeep.backends.base import (
 )
 from kvkeep.backends.lease import Lease
 from kvkeep.keys import ChunkKey
-from kvkeep.memory.base import MemoryObj, MemoryObjMetadata, batched_unpin
+from kvkeep.memory.base import MemoryObj, MemoryObjMetadata
+from kvkeep.memory.batches import batched_unpin
 from kvkeep.memory.ownership import References
 
 

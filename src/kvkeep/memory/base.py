@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,6 +116,11 @@ class MemoryObj:
         return self.array.data
 
     @property
+    def count_lock(self) -> threading.RLock:
+        """The lock of the allocator's counts; held for the methods whose names end in _locked."""
+        return self._allocator.count_lock
+
+    @property
     def size_bytes(self) -> int:
         """Number of bytes used."""
         return self.metadata.size_bytes
@@ -147,7 +152,7 @@ class MemoryObj:
             OwnershipError: the memory was given back.
         """
         with self._allocator.count_lock:
-            self._ref_up_locked()
+            self.ref_up_locked()
 
     def ref_count_down(self) -> None:
         """Give one reference back; the last one frees the memory unless it is pinned.
@@ -156,7 +161,7 @@ class MemoryObj:
             OwnershipError: no reference is held.
         """
         with self._allocator.count_lock:
-            self._ref_down_locked()
+            self.ref_down_locked()
 
     def pin(self) -> None:
         """Keep the memory from being evicted or reused.
@@ -165,7 +170,7 @@ class MemoryObj:
             OwnershipError: the memory was given back.
         """
         with self._allocator.count_lock:
-            self._pin_locked()
+            self.pin_locked()
 
     def unpin(self) -> None:
         """Give one pin back; frees the memory if no reference is held either.
@@ -174,27 +179,31 @@ class MemoryObj:
             OwnershipError: no pin is held.
         """
         with self._allocator.count_lock:
-            self._unpin_locked()
+            self.unpin_locked()
 
     def invalidate_locked(self) -> None:
         """Make every later use an error, because the pool is closed. Called by allocators only."""
         self._array = None
 
-    def _ref_up_locked(self) -> None:
+    def ref_up_locked(self) -> None:
+        """Like :meth:`ref_count_up`, with the allocator's ``count_lock`` held."""
         self._check_alive()
         self._refs += 1
 
-    def _ref_down_locked(self) -> None:
+    def ref_down_locked(self) -> None:
+        """Like :meth:`ref_count_down`, with ``count_lock`` held."""
         if self._refs < 1:
             raise OwnershipError(f"reference to memory at {self.offset} was released twice")
         self._refs -= 1
         self._note_release_locked()
 
-    def _pin_locked(self) -> None:
+    def pin_locked(self) -> None:
+        """Like :meth:`pin`, with ``count_lock`` held."""
         self._check_alive()
         self._pins += 1
 
-    def _unpin_locked(self) -> None:
+    def unpin_locked(self) -> None:
+        """Like :meth:`unpin`, with ``count_lock`` held."""
         if self._pins < 1:
             raise OwnershipError(f"pin on memory at {self.offset} was released twice")
         self._pins -= 1
@@ -306,79 +315,3 @@ class MemoryAllocatorInterface(ABC):
         and pins back is not. A tensor or array taken from one before stays readable until it is
         dropped.
         """
-
-
-def batched_ref_count_up(objects: Sequence[MemoryObj]) -> None:
-    """One more reference to each object, or to none if one was given back.
-
-    Raises:
-        OwnershipError: the memory of one was given back.
-    """
-    _take_all(objects, MemoryObj._ref_up_locked, MemoryObj._ref_down_locked)
-
-
-def batched_pin(objects: Sequence[MemoryObj]) -> None:
-    """One more pin on each object, or on none if one was given back.
-
-    Raises:
-        OwnershipError: the memory of one was given back.
-    """
-    _take_all(objects, MemoryObj._pin_locked, MemoryObj._unpin_locked)
-
-
-def batched_ref_count_down(objects: Sequence[MemoryObj]) -> None:
-    """Give one reference to each object back; goes on after an error.
-
-    Raises:
-        OwnershipError: no reference to one was held; the others were given back.
-    """
-    _give_all(objects, MemoryObj._ref_down_locked)
-
-
-def batched_unpin(objects: Sequence[MemoryObj]) -> None:
-    """Give one pin on each object back; goes on after an error.
-
-    Raises:
-        OwnershipError: one was not pinned; the others were unpinned.
-    """
-    _give_all(objects, MemoryObj._unpin_locked)
-
-
-def _runs(objects: Sequence[MemoryObj]) -> Iterator[tuple[threading.RLock, Sequence[MemoryObj]]]:
-    """The objects in order, in runs that share a lock. Nearly always that is one run."""
-    locks = [obj._allocator.count_lock for obj in objects]
-    start = 0
-    for index in range(1, len(locks) + 1):
-        if index == len(locks) or locks[index] is not locks[start]:
-            yield locks[start], objects[start:index]
-            start = index
-
-
-def _take_all(
-    objects: Sequence[MemoryObj],
-    take: Callable[[MemoryObj], None],
-    undo: Callable[[MemoryObj], None],
-) -> None:
-    taken: list[MemoryObj] = []
-    try:
-        for lock, run in _runs(objects):
-            with lock:
-                for obj in run:
-                    take(obj)
-                    taken.append(obj)
-    except OwnershipError:
-        _give_all(taken, undo)
-        raise
-
-
-def _give_all(objects: Sequence[MemoryObj], give: Callable[[MemoryObj], None]) -> None:
-    first_error: OwnershipError | None = None
-    for lock, run in _runs(objects):
-        with lock:
-            for obj in run:
-                try:
-                    give(obj)
-                except OwnershipError as error:
-                    first_error = first_error or error
-    if first_error is not None:
-        raise first_error

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import TracebackType
 
-from kvkeep.memory.base import MemoryObj, batched_ref_count_down
+from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.batches import batched_ref_count_down
 
 
 class References:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeep.memory.arena import Arena
-from kvkeep.memory.base import batched_pin, batched_ref_count_down, batched_unpin
+from kvkeep.memory.batches import batched_pin, batched_ref_count_down, batched_unpin
 from kvkeep.memory.factory import initialize_allocator
 from kvkeep.memory.general import GeneralAllocator
 from kvkeep.memory.ownership import References
@@ -38,7 +38,7 @@ def test_memory_that_the_collector_freed_in_between_is_not_freed_again():
     obj.ref_count_up()
     with allocator.count_lock:
         obj._refs -= 1
-        obj._ref_down_locked()
+        obj.ref_down_locked()
         obj._note_release_locked()
     assert allocator.memcheck().num_objects == 1
     other.ref_count_down()

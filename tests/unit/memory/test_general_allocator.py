@@ -7,7 +7,7 @@ import torch
 
 from kvkeep.errors import OwnershipError
 from kvkeep.memory.arena import Arena
-from kvkeep.memory.base import batched_ref_count_down
+from kvkeep.memory.batches import batched_ref_count_down
 from kvkeep.memory.general import GeneralAllocator
 
 U8 = torch.uint8
