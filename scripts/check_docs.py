@@ -65,7 +65,10 @@ def missing_modules(path: Path) -> list[str]:
     source = ROOT / "src" / "kvkeep"
     problems = []
     for name in _MODULE.findall(text):
-        if not (source / name).exists() and not (ROOT / name).exists():
+        places = [source / name, ROOT / name]
+        if "/" not in name:
+            places += source.rglob(name)
+        if not any(place.exists() for place in places):
             problems.append(f"{path.relative_to(ROOT)}: names {name}, which is not there")
     for name in _DOTTED.findall(text):
         parts = name.strip(".").split(".")

@@ -1,0 +1,98 @@
+"""The documents' code blocks are run, and their worked examples computed, not believed."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from kvkeep.config import load_settings
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(*languages: str, folder: str = "") -> list:
+    return [
+        pytest.param(text, id=f"{path.relative_to(ROOT)}-{number}")
+        for path in DOCUMENTS
+        if path.relative_to(ROOT).as_posix().startswith(folder)
+        for number, (language, text) in enumerate(_BLOCK.findall(path.read_text()))
+        if language in languages
+    ]
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_python_blocks_are_python_and_import_what_exists(text):
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("kvkeep"):
+            module = pytest.importorskip(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("text", blocks("python", folder="docs/configuration"))
+def test_python_blocks_about_settings_run(text):
+    exec(compile(text, "configuration.md", "exec"), {})
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_yaml_blocks_are_settings(text, tmp_path):
+    path = tmp_path / "kvkeep.yaml"
+    path.write_text(text)
+    assert load_settings(yaml_path=path) != load_settings()
+
+
+@pytest.mark.parametrize("text", blocks("json"))
+def test_json_blocks_are_transfer_configs_with_known_settings(text):
+    config = json.loads(text)
+    assert config["kv_connector"] == "KVKeepConnector"
+    assert load_settings(extra=config["kv_connector_extra_config"]) != load_settings()
+
+
+def test_the_command_for_vllm_holds_a_transfer_config():
+    found = re.search(r"--kv-transfer-config \\\n\s+'(\{.*?\})'", (ROOT / "README.md").read_text())
+    assert json.loads(found[1]) == {
+        "kv_connector": "KVKeepConnector",
+        "kv_connector_module_path": "kvkeep.connectors.vllm",
+        "kv_role": "kv_both",
+    }
+
+
+def test_the_extra_configs_in_prose_are_settings():
+    text = (ROOT / "README.md").read_text()
+    for found in re.findall(r'"kv_connector_extra_config": (\{.*?\})', text):
+        assert load_settings(extra=json.loads(found)) != load_settings()
+
+
+@pytest.mark.parametrize("text", blocks("console"))
+def test_console_blocks_name_targets_of_the_makefile(text):
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^\$ make ([\w-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_worked_example_of_the_key_chain():
+    """docs/formats.md 1.5, computed from its own text with nothing but SHA-256."""
+    text = (ROOT / "docs" / "formats.md").read_text()
+    example = text[text.index("### 1.5") : text.index("## 2 ")]
+    values = dict(re.findall(r"^(root|chunk \d|key\(\d\)) +([0-9a-f ]+)$", example, re.MULTILINE))
+    lines = re.search(r"^encoded +(.*?)^root", example, re.MULTILINE | re.DOTALL)[1].splitlines()
+    encoded = "".join(line.removeprefix(" " * 10) for line in lines)
+    root = hashlib.sha256(b"kvkeep root\0" + encoded.encode()).digest()
+    assert root.hex() == values["root"]
+    parent = root
+    for number in range(2):
+        ids = struct.pack("<4I", *range(4 * number, 4 * number + 4))
+        assert ids.hex(" ", 4) == values[f"chunk {number}"]
+        parent = hashlib.sha256(parent + ids).digest()
+        assert parent.hex() == values[f"key({number})"]
+    golden = json.loads((ROOT / "tests" / "golden" / "keys.json").read_text())["cases"][0]
+    assert golden["expect"]["encoded"] == encoded
+    assert golden["expect"]["keys"] == [values["key(0)"], values["key(1)"]]
