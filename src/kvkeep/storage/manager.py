@@ -63,6 +63,7 @@ class StorageManager:
         self.leases = LeaseTable(
             timeout_s=lease_timeout_s, on_expired=lambda lease: metrics.lease_expired()
         )
+        self.metrics = metrics
         self._guard = BackendGuard(metrics)
         self._transfer = Transfer(self._tiers, allocator_backend, self._guard, metrics)
         metrics.watch_leases(self.leases.__len__)

@@ -14,7 +14,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvkeep.backends.base import PutOutcome, StorageBackendInterface
+from kvkeep.backends.base import (
+    AllocatorBackendInterface,
+    PutOutcome,
+    StorageBackendInterface,
+)
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.keys import ChunkKey
 from kvkeep.layout import MemoryFormat
@@ -49,13 +53,15 @@ def bytes_of(key: ChunkKey) -> bytes:
     return (key * (CHUNK_BYTES // len(key) + 1))[:CHUNK_BYTES]
 
 
-def make_pool(capacity: int = CAPACITY) -> LocalCPUBackend:
-    """A pool with room for so many chunks."""
+def make_pool(capacity: int = CAPACITY, metrics: Metrics | None = None) -> LocalCPUBackend:
+    """A pool with room for so many chunks, whose allocations wait two seconds at most."""
     allocator = initialize_allocator(capacity * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
-    return LocalCPUBackend(allocator, LRUPolicy(), metrics=Metrics())
+    return LocalCPUBackend(
+        allocator, LRUPolicy(), metrics=metrics or Metrics(), alloc_timeout_s=2.0
+    )
 
 
-def fill(pool: LocalCPUBackend, keys: Sequence[ChunkKey]) -> list[MemoryObj]:
+def fill(pool: AllocatorBackendInterface, keys: Sequence[ChunkKey]) -> list[MemoryObj]:
     """Objects with the bytes of ``keys``, one reference each."""
     objs = pool.batched_allocate(
         SHAPE, DTYPE, len(keys), MemoryFormat.OPAQUE_PAGES, busy_loop=False
