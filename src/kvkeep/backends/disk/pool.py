@@ -1,0 +1,166 @@
+"""IOPool: a few threads for blocking file I/O, with two queues, loads first.
+
+Loads are never refused: whoever waits for one holds the memory that it goes to, which bounds them.
+Stores hold memory of the pool while they wait, so their queue is bounded in bytes and a store that
+does not fit is refused. One thread serves loads only, so slow stores cannot keep all threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+_log = logging.getLogger(__name__)
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """A chunk to write.
+
+    Attributes:
+        run: writes it.
+        drop: called instead of ``run`` if it is shed because the pool closes.
+        size_bytes: memory that it holds while it waits.
+    """
+
+    run: Callable[[], None]
+    drop: Callable[[], None]
+    size_bytes: int
+
+
+class IOPool:
+    """Threads and queues. Every method may be called from any thread and returns at once."""
+
+    def __init__(
+        self, *, threads: int, max_queued_bytes: int, on_error: Callable[[], None]
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            threads: how many, at least 2; the first serves loads only.
+            max_queued_bytes: most bytes of waiting stores. One store is always let in.
+            on_error: called once for an exception that a store let out.
+        """
+        self._max_queued_bytes = max_queued_bytes
+        self._on_error = on_error
+        self._wake = threading.Condition()
+        self._loads: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # guarded by _wake
+        self._stores: deque[StoreJob] = deque()  # guarded by _wake
+        self._queued_bytes = 0  # guarded by _wake
+        self._running: dict[int, float] = {}  # thread index: start of its job; guarded by _wake
+        self._closed = False  # guarded by _wake
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(index,), name=f"kvkeep-disk-{index}", daemon=True
+            )
+            for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def load(self, task: Callable[[], R], *, first: bool = False) -> Future[R]:
+        """Run a task in the loads' queue, ahead of all others if ``first``.
+
+        The future is cancelled if the pool is closed.
+        """
+        future: Future[R] = Future()
+        with self._wake:
+            if not self._closed:
+                (self._loads.appendleft if first else self._loads.append)((future, task))
+                self._wake.notify_all()
+                return future
+        future.cancel()
+        return future
+
+    def store(self, job: StoreJob) -> bool:
+        """Queue a store; False if the queue is full or the pool is closed."""
+        with self._wake:
+            full = self._stores and self._queued_bytes + job.size_bytes > self._max_queued_bytes
+            if self._closed or full:
+                return False
+            self._stores.append(job)
+            self._queued_bytes += job.size_bytes
+            self._wake.notify_all()
+            return True
+
+    def longest_running_s(self) -> float:
+        """For how long the oldest job that has started is running; 0.0 if none is."""
+        with self._wake:
+            return time.monotonic() - min(self._running.values()) if self._running else 0.0
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until every queue is empty and no job runs; False if the time is over first."""
+        with self._wake:
+            return self._wake.wait_for(
+                lambda: not (self._loads or self._stores or self._running), timeout_s
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what is queued until the deadline, then shed the rest and end the threads."""
+        deadline = time.monotonic() + timeout_s
+        self.wait_idle(timeout_s)
+        with self._wake:
+            self._closed = True
+            loads, self._loads = self._loads, deque()
+            stores, self._stores = self._stores, deque()
+            self._queued_bytes = 0
+            self._wake.notify_all()
+        for job in stores:
+            job.drop()
+        for future, _ in loads:
+            future.cancel()
+        for thread in self._threads:
+            thread.join(max(0.1, deadline - time.monotonic()))
+
+    def _work(self, index: int) -> None:
+        while True:
+            run = self._next(index)
+            if run is None:
+                return
+            try:
+                run()
+            except Exception:  # noqa: BLE001  the top of a thread
+                self._on_error()
+                _log.exception("a task of the disk tier failed")
+            del run  # it refers to memory of the pool
+            with self._wake:
+                del self._running[index]
+                self._wake.notify_all()
+
+    def _next(self, index: int) -> Callable[[], None] | None:
+        """The next job of this thread, None at the end. Only an idle thread waits here."""
+        run: Callable[[], None]
+        with self._wake:
+            while True:
+                if self._loads:
+                    run = partial(_run_load, *self._loads.popleft())
+                elif self._stores and index > 0:
+                    job = self._stores.popleft()
+                    self._queued_bytes -= job.size_bytes
+                    run = job.run
+                elif self._closed:
+                    return None
+                else:
+                    self._wake.wait()
+                    continue
+                self._running[index] = time.monotonic()
+                return run
+
+
+def _run_load(future: Future[Any], task: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = task()
+    except Exception as error:  # noqa: BLE001  the top of this task: the error travels in the future
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,127 @@
+"""ChunkWriter: writes one chunk so that it appears whole or not at all. Runs in an I/O thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+
+from kvkeep.backends.disk.breaker import Breaker
+from kvkeep.backends.disk.catalog import Catalog
+from kvkeep.backends.disk.directory import TempFile
+from kvkeep.backends.disk.files import cause_of, concerns_medium, write_fully
+from kvkeep.backends.disk.index import DiskEntry
+from kvkeep.backends.disk.scan import FoundChunk, probe
+from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta, FrameFault, FrameHeader, checksum
+from kvkeep.errors import BackendError
+from kvkeep.keys import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A chunk to write.
+
+    Attributes:
+        key: the chunk.
+        entry: its invisible entry in the index.
+        payload: its bytes; they do not change while it is pending.
+        used_ns: time of use to note at the file.
+    """
+
+    key: ChunkKey
+    entry: DiskEntry
+    payload: memoryview
+    used_ns: int
+
+    @property
+    def meta(self) -> ChunkMeta:
+        """What the bytes are."""
+        return self.entry.meta
+
+
+class ChunkWriter:
+    """Stores chunks; a chunk that cannot be stored is dropped, and counted by cause."""
+
+    def __init__(self, catalog: Catalog, breaker: Breaker) -> None:
+        """Write into ``catalog``, and tell ``breaker`` how the medium does."""
+        self._catalog = catalog
+        self._breaker = breaker
+
+    def store(self, pending: Pending) -> bool:
+        """Write a chunk; True if it can be read now."""
+        catalog, started = self._catalog, time.perf_counter()
+        try:
+            cause = self._store(pending)
+        except OSError as error:
+            cause = cause_of(error)
+            catalog.reports.fault("put", cause)
+            if concerns_medium(error):
+                self._breaker.failed()
+        except BackendError:
+            cause = "lock_timeout"
+            catalog.reports.fault("put", cause)
+            self._breaker.failed()
+        else:
+            self._breaker.succeeded()
+        if cause is not None:
+            catalog.index.forget(pending.key, pending.entry)
+            catalog.reports.dropped(cause)
+            return False
+        catalog.reports.stored(len(pending.payload), time.perf_counter() - started)
+        return True
+
+    def _store(self, pending: Pending) -> str | None:
+        """The cause for which the chunk was dropped; None if it is in."""
+        catalog, key = self._catalog, pending.key
+        if not catalog.index.is_current(key, pending.entry):
+            return "removed"
+        if self._is_there(pending):
+            return None if catalog.index.finish(key, pending.entry) else "removed"
+        temp = catalog.reserve(HEADER_BYTES + len(pending.payload))
+        if temp is None:
+            return "no_room"
+        try:
+            self._write(pending, temp)
+            if not catalog.index.is_current(key, pending.entry):
+                catalog.directory.abort(temp)
+                return "removed"
+            catalog.directory.commit(temp, key)
+        except (OSError, BackendError):
+            catalog.directory.abort(temp)
+            raise
+        if catalog.index.finish(key, pending.entry):
+            return None
+        catalog.discard(key)  # it was removed between the rename and here
+        return "removed"
+
+    def _is_there(self, pending: Pending) -> bool:
+        """Another process wrote the chunk already."""
+        catalog = self._catalog
+        found = probe(catalog.io, catalog.directory, pending.key)
+        if isinstance(found, FrameFault):
+            catalog.reports.fault("put", found)
+            if found is FrameFault.NOT_A_FILE:  # a file is replaced by the rename
+                with contextlib.suppress(OSError):
+                    catalog.directory.remove(catalog.directory.chunk_path(pending.key))
+        return (
+            isinstance(found, FoundChunk)
+            and found.header.identity == catalog.identity
+            and found.header.meta == pending.meta
+        )
+
+    def _write(self, pending: Pending, temp: TempFile) -> None:
+        io = self._catalog.io
+        header = FrameHeader(
+            pending.key,
+            self._catalog.identity,
+            pending.meta,
+            len(pending.payload),
+            checksum(pending.payload),
+        )
+        fd = io.open_new(temp.path)
+        try:
+            write_fully(io, fd, [memoryview(header.pack()), pending.payload])
+            os.utime(fd, ns=(pending.used_ns, pending.used_ns))
+        finally:
+            io.close(fd)

@@ -1,0 +1,327 @@
+"""LocalDiskBackend: the tier on a local disk (L2), shared by all processes that use its directory.
+
+Its callers are the engine's threads; they wait only for loads and lookups, with a deadline. All
+file I/O runs in the threads of an :class:`~kvkeep.backends.disk.pool.IOPool`. A lookup that pins
+answers for what it has read and verified into memory of the CPU tier by then: the lease holds those
+objects, so the load that follows cannot fail (design decision 4). Every failure is a miss, counted
+by cause.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvkeep.backends.base import (
+    AllocatorBackendInterface,
+    BackendHealth,
+    PutOutcome,
+    StorageBackendInterface,
+)
+from kvkeep.backends.disk.breaker import Breaker
+from kvkeep.backends.disk.catalog import Catalog
+from kvkeep.backends.disk.condition import Condition
+from kvkeep.backends.disk.directory import DiskDirectory
+from kvkeep.backends.disk.files import FileIO, cause_of, concerns_medium
+from kvkeep.backends.disk.index import DiskEntry, DiskIndex
+from kvkeep.backends.disk.loads import DiskLoads
+from kvkeep.backends.disk.pool import IOPool
+from kvkeep.backends.disk.reader import ChunkReader
+from kvkeep.backends.disk.reports import TIER, DiskReports
+from kvkeep.backends.disk.stores import DiskStores
+from kvkeep.backends.disk.writer import ChunkWriter
+from kvkeep.backends.lease import Lease
+from kvkeep.codec.frame import writer_digest
+from kvkeep.errors import BackendError
+from kvkeep.identity import CacheIdentity
+from kvkeep.keys import ChunkKey
+from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.batches import batched_pin, batched_unpin
+from kvkeep.metrics import Metrics
+from kvkeep.policy.base import CachePolicy
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """What the disk tier is told.
+
+    Attributes:
+        path: the directory; everything lies below ``path/kvkeep-disk-v1``.
+        size_bytes: budget of the directory, over all processes that use it.
+        threads: threads for file I/O, at least 2.
+        queue_bytes: most memory that stores which wait for the disk may hold.
+        load_timeout_s: a load that takes longer is a miss.
+        lookup_timeout_s: a lookup answers by then with what was read and verified.
+        stall_timeout_s: with one call running for longer, the tier is left out until it ends.
+        open_timeout_s: how long the start waits for the scan; it goes on in the background.
+        close_timeout_s: how long closing waits for queued stores.
+    """
+
+    path: Path
+    size_bytes: int
+    threads: int = 4
+    queue_bytes: int = 1 << 30
+    load_timeout_s: float = 10.0
+    lookup_timeout_s: float = 0.7
+    stall_timeout_s: float = 5.0
+    open_timeout_s: float = 30.0
+    close_timeout_s: float = 30.0
+
+
+class LocalDiskBackend(StorageBackendInterface):
+    """Chunks in files, found again after a restart."""
+
+    name = TIER
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        *,
+        identity: CacheIdentity,
+        allocator_backend: AllocatorBackendInterface,
+        policy: CachePolicy[DiskEntry],
+        metrics: Metrics,
+        io: FileIO | None = None,
+    ) -> None:
+        """Open the directory. A directory that cannot be used is counted, and tried again later.
+
+        Args:
+            options: where, how much, how long.
+            identity: the engine's; chunks of another one are never served.
+            allocator_backend: whose memory loads fill and stores read.
+            policy: order of eviction.
+            metrics: where everything is counted.
+            io: the system calls; a test may give failing ones.
+        """
+        self._options = options
+        self._allocator_backend = allocator_backend
+        self._reports = DiskReports(metrics)
+        files = io if io is not None else FileIO()
+        self._index = DiskIndex(policy)
+        self._catalog = Catalog(
+            DiskDirectory(options.path, budget_bytes=options.size_bytes, io=files),
+            self._index,
+            identity=writer_digest(identity),
+            io=files,
+            reports=self._reports,
+        )
+        breakers = Breaker(), Breaker()
+        reader = ChunkReader(self._catalog, breakers[0])
+        self._pool = IOPool(
+            threads=options.threads,
+            max_queued_bytes=options.queue_bytes,
+            on_error=lambda: self._reports.fault("task", "internal"),
+        )
+        self._loads = DiskLoads(
+            allocator_backend, self._index, pool=self._pool, reader=reader, reports=self._reports
+        )
+        self._stores = DiskStores(
+            ChunkWriter(self._catalog, breakers[1]),
+            self._index,
+            pool=self._pool,
+            reports=self._reports,
+            budget_bytes=options.size_bytes,
+        )
+        self._condition = Condition(
+            self._catalog, self._pool, breakers=breakers, stall_timeout_s=options.stall_timeout_s
+        )
+        metrics.watch_chunks(TIER, lambda: float(len(self._index)))
+        self._wait(self._condition.open(), options.open_timeout_s, "open", cancel=False)
+
+    # -- lookups -----------------------------------------------------------------------------
+
+    def contains(self, key: ChunkKey, *, pin: Lease | None = None) -> bool:
+        """See :meth:`batched_contains`."""
+        return self.batched_contains([key], pin=pin) == 1
+
+    def batched_contains(self, keys: Sequence[ChunkKey], *, pin: Lease | None = None) -> int:
+        """Length of the run of chunks that can be read; with ``pin``, of those that were.
+
+        Without ``pin`` this is the index's answer; the disk is asked only for a chunk that is not
+        in it, since another process may have written it. With ``pin`` every chunk of the run is in
+        memory, verified, offered to the CPU tier, and held by the lease. Waits at most
+        ``lookup_timeout_s``.
+        """
+        if not keys or not self._condition.may_load():
+            return 0
+        deadline = time.monotonic() + self._options.lookup_timeout_s
+        if pin is not None:
+            deadline = min(deadline, pin.deadline)
+        length = self._index.run_length(keys)
+        if length < len(keys) and not self._index.is_known(keys[length]):
+            rest = keys[length:]
+            probing = self._pool.load(
+                lambda: self._catalog.probe_all(rest, stop_at_miss=True), first=True
+            )
+            self._wait(probing, deadline - time.monotonic(), "lookup")
+            length = self._index.run_length(keys)
+        if pin is None or not length:
+            return length
+        with self._loads.load_run(keys[:length], deadline) as held:
+            return self._pin(keys[: len(held.objects)], held.objects, pin)
+
+    def _pin(self, keys: Sequence[ChunkKey], objs: Sequence[MemoryObj], lease: Lease) -> int:
+        """Give pins on loaded objects to a lease, and the objects to the CPU tier."""
+        try:
+            # The first chunk last: the CPU tier then evicts suffixes before their prefixes.
+            self._allocator_backend.batched_submit_put_task(keys[::-1], objs[::-1])
+        except BackendError:
+            self._reports.fault("promote", "allocator_backend")
+        batched_pin(objs)
+        if keys and not lease.add_all(self, list(zip(keys, objs, strict=True))):
+            batched_unpin(objs)
+            return 0
+        return len(keys)
+
+    def batched_unpin(self, entries: Sequence[tuple[ChunkKey, MemoryObj]]) -> None:
+        """Give pins back, and note the chunks' use in reverse. Waits for no lock of this tier."""
+        self._index.note_use([key for key, _ in entries])
+        batched_unpin([obj for _, obj in entries])
+
+    def touch_cache(self, keys: Sequence[ChunkKey]) -> None:
+        """Note one use of each chunk, the last one first."""
+        self._index.note_use(keys)
+
+    # -- loads -------------------------------------------------------------------------------
+
+    def batched_get_blocking(self, keys: Sequence[ChunkKey]) -> list[MemoryObj | None]:
+        """Chunks position by position; waits at most ``load_timeout_s``. Never raises."""
+        if not keys or not self._condition.may_load():
+            return [None] * len(keys)
+        deadline = time.monotonic() + self._options.load_timeout_s
+        probing = self._probe_unknown(keys)
+        if probing is not None:
+            self._wait(probing, deadline - time.monotonic(), "get")
+        return self._loads.load_all(keys, deadline)
+
+    def batched_get_non_blocking(self, keys: Sequence[ChunkKey]) -> Future[list[MemoryObj | None]]:
+        """The same as a future, which cannot be cancelled: whoever asks takes the objects.
+
+        Neither the caller nor an I/O thread waits.
+        """
+        answer: Future[list[MemoryObj | None]] = Future()
+        answer.set_running_or_notify_cancel()
+        if not keys or not self._condition.may_load():
+            answer.set_result([None] * len(keys))
+            return answer
+        probing = self._probe_unknown(keys)
+        if probing is None:
+            self._loads.load_later(keys, answer)
+        else:
+            probing.add_done_callback(lambda _: self._loads.load_later(keys, answer))
+        return answer
+
+    def _probe_unknown(self, keys: Sequence[ChunkKey]) -> Future[None] | None:
+        """Ask the disk for what another process may have written; None if there is no need."""
+        unknown = [key for key in keys if not self._index.is_known(key)]
+        if not unknown:
+            return None
+        return self._pool.load(
+            lambda: self._catalog.probe_all(unknown, stop_at_miss=False), first=True
+        )
+
+    # -- stores ------------------------------------------------------------------------------
+
+    def batched_submit_put_task(
+        self,
+        keys: Sequence[ChunkKey],
+        objs: Sequence[MemoryObj],
+        *,
+        on_complete: Callable[[ChunkKey], None] | None = None,
+    ) -> list[PutOutcome]:
+        """Queue chunks for writing. Once the queue is full the rest of the batch is dropped, too.
+
+        Raises:
+            ValueError: there are not as many objects as keys.
+        """
+        if len(keys) != len(objs):
+            raise ValueError(f"{len(keys)} keys for {len(objs)} objects")
+        refusal = self._condition.why_no_stores()
+        if refusal is not None:
+            self._reports.refused(refusal)
+            return [PutOutcome.DROPPED] * len(keys)
+        return self._stores.submit(keys, objs, on_complete)
+
+    # -- removal -----------------------------------------------------------------------------
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Remove a chunk; see :meth:`batched_remove`."""
+        return self.batched_remove([key]) == 1
+
+    def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
+        """Make chunks invisible at once and remove their files; returns how many there were."""
+        served = [self._catalog.hide(key) for key in keys]
+        task = self._pool.load(lambda: [self._catalog.discard(key) for key in keys])
+        removed = self._wait(task, self._options.load_timeout_s, "remove")
+        if removed is None:
+            return sum(served)
+        return sum(was or gone for was, gone in zip(served, removed, strict=True))
+
+    def clear(self) -> int:
+        """Remove every chunk of this engine. Those of other engines in the directory stay."""
+        hidden = self._index.all_mine()
+        for key in hidden:
+            self._catalog.hide(key)
+        task = self._pool.load(lambda: self._catalog.clear(hidden))
+        return self._wait(task, self._options.open_timeout_s, "clear") or 0
+
+    # -- state -------------------------------------------------------------------------------
+
+    def keys(self) -> list[ChunkKey]:
+        """Every chunk of this engine that this process knows to be there."""
+        return self._index.keys()
+
+    def get_allocator_backend(self) -> AllocatorBackendInterface:
+        """The CPU tier."""
+        return self._allocator_backend
+
+    def used_bytes(self) -> int | None:
+        """Bytes used and reserved in the directory by all processes; None if it cannot be read."""
+        task = self._pool.load(self._catalog.directory.used_bytes)
+        return self._wait(task, self._options.load_timeout_s, "health")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued is done; False if the time is over first."""
+        return self._pool.wait_idle(timeout_s)
+
+    def health(self) -> BackendHealth:
+        """Whether chunks can be read. Where they could not, this also starts another try."""
+        problem = self._condition.why_no_loads()
+        if problem is None:
+            return BackendHealth(True, f"{len(self._index)} chunks in {self._options.path}")
+        self._condition.retry()
+        return BackendHealth(False, problem)
+
+    def close(self) -> None:
+        """Write what is queued, within ``close_timeout_s``, and leave the directory."""
+        if not self._condition.close():
+            return
+        self._pool.close(self._options.close_timeout_s)
+        if self._condition.is_open:
+            self._catalog.directory.close()
+
+    def _wait(
+        self, future: Future[R], timeout_s: float, operation: str, *, cancel: bool = True
+    ) -> R | None:
+        """The result of a task, or None: it came too late, failed, or the pool is closed."""
+        try:
+            return future.result(max(0.0, timeout_s))
+        except TimeoutError:
+            if cancel:
+                future.cancel()
+            self._reports.fault(operation, "timeout")
+        except CancelledError:
+            pass
+        except OSError as error:
+            self._reports.fault(operation, cause_of(error))
+            if concerns_medium(error):
+                self._condition.loads.failed()
+        except BackendError:
+            self._reports.fault(operation, "lock_timeout")
+        return None

@@ -1,0 +1,1 @@
+"""Codecs: the self-describing form in which chunks leave memory."""
