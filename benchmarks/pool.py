@@ -96,7 +96,7 @@ def make_engine(
     connector = PagedGPUConnector(layout)
     connector.register_kv_caches(caches)
     size = num_chunks * layout.chunk_bytes(chunk_size)
-    settings = load_settings(env={}, extra={"chunk_size": chunk_size, "cpu.size": str(size)})
+    settings = load_settings(env={}, extra={"chunk_size": chunk_size, "cpu.size": f"{size}B"})
     generator = torch.Generator().manual_seed(7)
     order = torch.randperm(num_pages, generator=generator)
     with CacheManager.create(settings, identity, connector) as manager:

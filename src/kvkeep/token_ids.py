@@ -66,7 +66,14 @@ def _array_bytes(tokens: npt.NDArray[np.generic]) -> bytes:
     if tokens.dtype.kind not in "iu":
         raise TokenError(f"token ids must be integers, got {tokens.dtype}")
     if tokens.dtype != np.uint32:
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high > MAX_TOKEN_ID:
-            raise TokenError(f"token ids must lie in 0..2**32-1, got {low}..{high}")
+        _check_range(tokens)
     return tokens.astype("<u4", copy=False).tobytes()
+
+
+def _check_range(tokens: npt.NDArray[np.generic]) -> None:
+    """Refuse ids that do not fit: seen as unsigned numbers, negative ids are the largest ones."""
+    kind, width = tokens.dtype.kind, tokens.dtype.itemsize
+    limit = min(MAX_TOKEN_ID, 2 ** (8 * width - 1) - 1 if kind == "i" else MAX_TOKEN_ID)
+    if int(tokens.view(f"{tokens.dtype.str[0]}u{width}").max()) > limit:
+        low, high = int(tokens.min()), int(tokens.max())
+        raise TokenError(f"token ids must lie in 0..2**32-1, got {low}..{high}")
