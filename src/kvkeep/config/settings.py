@@ -57,7 +57,7 @@ class CpuSettings(_Frozen):
         1,
         ge=1,
         le=256,
-        description="Threads that copy between the engine's pages and the pool.",
+        description="Threads that copy between a paged engine's memory and the pool.",
     )
 
 
