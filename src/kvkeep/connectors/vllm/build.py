@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
 
 #: How long the scheduler waits for the workers at the start. They are ready before it is built, so
 #: whoever has not answered by then is switched off.

@@ -28,7 +28,7 @@ from kvkeep.keys import TOKEN_BYTES
 from kvkeep.lookup.server import LookupServer
 from kvkeep.tokens import RequestScope
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
 
 
 class _CountedResets:

@@ -1,0 +1,129 @@
+"""LookupServer and LookupClient over real sockets."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvkeep.errors import LookupServiceError
+from kvkeep.keys import Extra
+from kvkeep.lookup.client import LookupClient
+from kvkeep.tokens import RequestScope
+
+
+def test_lookup_finds_pins_and_unpins(start):
+    service = start(8)
+    target = service.targets[0]
+    assert service.client.lookup("r#0", list(range(12))) == 8
+    assert target.leases == {"r#0"}
+    service.client.unpin(["r#0", "unknown"])
+    assert service.client.check()[0].open_leases == 0  # handled in order
+
+
+def test_without_pin_nothing_is_leased(start):
+    service = start(8)
+    assert service.client.lookup("r#0", list(range(12)), pin=False) == 8
+    assert service.targets[0].leases == set()
+
+
+def test_tokens_and_scope_arrive_as_they_were(start):
+    service = start(4)
+    scope = RequestScope("salt", "lora", (("a", "b"),), (Extra(2, "hash"),))
+    ids = [0, 1, 2**32 - 1, 7]
+    for tokens in (ids, np.array(ids, np.uint32), np.array(ids, "<u4").tobytes()):
+        service.client.lookup("r#0", tokens, scope=scope)
+    assert service.targets[0].seen == [(ids, scope)] * 3
+
+
+def test_empty_prompt_is_a_miss(start):
+    assert start(8).client.lookup("r#0", []) == 0
+
+
+def test_the_answer_is_the_minimum_over_ranks(start):
+    service = start(12, 8, 16)
+    assert service.client.lookup("r#0", list(range(16))) == 8
+    assert all(target.leases == {"r#0"} for target in service.targets)
+
+
+def test_a_rank_without_a_hit_ends_the_other_ranks_leases(start):
+    service = start(12, 0)
+    assert service.client.lookup("r#0", list(range(16))) == 0
+    assert [reply.open_leases for reply in service.client.check()] == [0, 0]
+
+
+def test_hello_names_rank_chunk_size_and_identity(start):
+    replies = start(0, 0).client.hello()
+    assert [(r.rank, r.world_size, r.chunk_size) for r in replies] == [(0, 2, 4), (1, 2, 4)]
+    assert len({r.identity for r in replies}) == 2
+    assert all(len(r.identity) == 32 for r in replies)
+
+
+def test_check_and_clear(start):
+    service = start(8, 4)
+    report = service.client.check()[0]
+    assert (report.used_bytes, report.free_bytes, report.capacity_bytes) == (10, 20, 30)
+    assert (report.num_chunks, report.metrics) == (3, {"kvkeep_a_total": 2.0})
+    assert service.client.clear() == 12
+    assert service.client.lookup("r#0", [1, 2, 3, 4]) == 0
+
+
+def test_several_clients_at_once(start):
+    """Answers go to who asked, and belong to the question."""
+    service = start(1000)
+
+    def ask(number: int) -> bool:
+        client = LookupClient(service.paths, timeout_s=30)
+        try:
+            sizes = [(number * 37 + step * 11) % 90 + 1 for step in range(40)]
+            return all(client.lookup(f"{number}#{s}", list(range(s))) == s for s in sizes)
+        finally:
+            client.close()
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(ask, range(6)))
+
+
+def test_one_client_from_several_threads(start):
+    service = start(1000)
+    with ThreadPoolExecutor(6) as pool:
+        sizes = list(range(1, 200))
+        found = list(pool.map(lambda s: service.client.lookup(f"#{s}", list(range(s))), sizes))
+    assert found == sizes
+
+
+def test_a_closed_client_misses_and_says_so(start):
+    service = start(8)
+    service.client.close()
+    service.client.close()
+    assert service.client.lookup("r#0", [1]) == 0
+    service.client.unpin(["r#0"])
+    with pytest.raises(LookupServiceError, match="closed"):
+        service.client.check()
+
+
+def test_close_ends_thread_and_socket(start):
+    service = start(8)
+    server = service.servers[0]
+    assert any(thread.name == "kvkeep-lookup" for thread in threading.enumerate())
+    server.close()
+    server.close()
+    assert not service.paths[0].exists()
+    assert not any(thread.name == "kvkeep-lookup" for thread in threading.enumerate())
+
+
+def test_a_path_that_cannot_be_bound_is_an_error(start, tmp_path):
+    (tmp_path / "s0").mkdir(mode=0o700)
+    (tmp_path / "s0" / "0.sock").mkdir()
+    with pytest.raises(LookupServiceError, match="cannot bind"):
+        start(1)
+    (tmp_path / "s0" / "0.sock").rmdir()
+
+
+def test_a_client_needs_paths_and_a_deadline(tmp_path):
+    with pytest.raises(ValueError, match="deadline"):
+        LookupClient([], timeout_s=1)
+    with pytest.raises(ValueError, match="deadline"):
+        LookupClient([tmp_path / "x"], timeout_s=0)
