@@ -1,4 +1,4 @@
-"""Models for the tests of the transformers connector: tiny ones made on the spot, and the real one."""
+"""Models for the tests of the transformers connector: tiny ones, and the real one."""
 
 from __future__ import annotations
 
@@ -37,10 +37,21 @@ def _tiny(kind: str = "Llama", *, dtype: torch.dtype = torch.float32, **config: 
     }
     torch.manual_seed(config.pop("seed", 7))
     values.update(config)
+    attention = values.pop("attn_implementation", None)
     made = getattr(transformers, f"{kind}Config")(**values)
-    model = getattr(transformers, f"{kind}ForCausalLM")(made).to(dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=attention)
+    model = model.to(dtype).eval()
     model.generation_config.pad_token_id = PAD
     return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from several threads, which would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

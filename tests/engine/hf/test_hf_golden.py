@@ -8,8 +8,8 @@ import torch
 pytestmark = pytest.mark.engine
 
 CHUNK = 16
-BORDERS = [1, 2, 15, 16, 17, 31, 32, 33, 34, 47, 48, 49, 64, 65, 100]
-GREEDY = {"do_sample": False, "max_new_tokens": 6}
+BORDERS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 100]
+GREEDY = {"do_sample": False, "max_new_tokens": 5}
 
 
 def _full_chunks(length: int, chunk: int = CHUNK) -> int:
@@ -42,9 +42,9 @@ def test_tiny_llama_at_every_border(tiny, keep, prompt, kv_heads) -> None:
         ("Qwen3", {}),
         ("Mistral", {"sliding_window": None}),
         ("Olmo2", {}),
-        ("GPT2", {"n_inner": 96}),
-        ("GPTNeoX", {}),
-        ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+        ("GPT2", {"n_inner": 96, "num_key_value_heads": 4}),
+        ("GPTNeoX", {"num_key_value_heads": 4}),
+        ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": 4}),
     ],
 )
 def test_other_decoders(tiny, keep, prompt, kind, config) -> None:
@@ -111,7 +111,7 @@ def test_batch_whose_rows_hit_different_lengths(tiny, keep, prompt, left_pad) ->
     assert torch.equal(without_mask, plain)
     for row, item in enumerate(rows):
         alone = model.generate(item, **GREEDY)
-        assert torch.equal(second[row, -6:], alone[0, -6:])
+        assert torch.equal(second[row, -5:], alone[0, -5:])
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 40])
@@ -170,12 +170,12 @@ def test_bfloat16_tokens_are_those_of_a_prefill_split_at_the_same_place(tiny, ke
         assert kept.last_call.num_found == 48
 
 
-@pytest.mark.parametrize("chunk", [32, 48])
-def test_real_model_at_every_border(smollm2, keep, chunk) -> None:
+def test_real_model_at_every_border(smollm2, keep) -> None:
     tokenizer, model = smollm2
+    chunk = 32
     text = "The harbour of the island has one lighthouse, two boats and a dog called Rex. " * 12
     words = tokenizer(text, return_tensors="pt")["input_ids"]
-    options = {"do_sample": False, "max_new_tokens": 8}
+    options = {"do_sample": False, "max_new_tokens": 6}
     with keep(model, chunk_size=chunk, **{"cpu.size": "256MiB"}) as kept:
         for length in (1, chunk - 1, chunk, chunk + 1, 2 * chunk, 3 * chunk + 1):
             kept.engine.clear()
@@ -193,7 +193,7 @@ def test_real_model_in_a_batch(smollm2, keep) -> None:
     texts = [f"{story} {question}" for question in questions] + ["The capital of France is"]
     tokenizer.padding_side = "left"
     batch = tokenizer(texts, return_tensors="pt", padding=True)
-    options = {"do_sample": False, "max_new_tokens": 8}
+    options = {"do_sample": False, "max_new_tokens": 6}
     plain = model.generate(**batch, **options)
     with keep(model, chunk_size=32, **{"cpu.size": "256MiB"}) as kept:
         cold = kept.generate(**batch, **options)

@@ -1,4 +1,4 @@
-"""Room that is too small, an engine that is frozen, a wrapper that is closed: misses, never errors."""
+"""A pool that is too small, a frozen engine, a closed wrapper: misses, never errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generate can be asked for besides greedy tokens: the results are those of the model alone."""
+"""What generate can be asked for besides greedy tokens: the results are the model's."""
 
 from __future__ import annotations
 
@@ -139,9 +139,10 @@ def test_store_decode_with_several_sequences_of_a_row(tiny, keep, prompt, left_p
         )
         for number, padding in enumerate((0, 0, 13, 13)):
             following = turns[number : number + 1, padding:]
-            answer = kept.generate(following, **GREEDY)
+            options = {**GREEDY, "attention_mask": torch.ones_like(following)}
+            answer = kept.generate(following, **options)
             assert kept.last_call.num_found == (following.shape[1] - 1) // 16 * 16
-            assert torch.equal(answer, model.generate(following, **GREEDY))
+            assert torch.equal(answer, model.generate(following, **options))
 
 
 def test_unfull_tail_is_stored_when_asked_for(tiny, keep, prompt) -> None:

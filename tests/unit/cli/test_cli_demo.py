@@ -1,4 +1,4 @@
-"""The command line: exit codes, the table, errors. The engines are stood in for by their results."""
+"""The command line: exit codes, the table, errors. The engines' results are stood in for."""
 
 from __future__ import annotations
 

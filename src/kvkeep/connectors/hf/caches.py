@@ -112,11 +112,12 @@ def row_pairs(cache: Any, row: int, first: int, last: int) -> list[LayerPair]:
     ]
 
 
-def join_rows(model: Any, rows: Sequence[PromptRow], caches: list[Any]) -> Any:
+def join_rows(model: Any, kind: ModelCaches, rows: Sequence[PromptRow], caches: list[Any]) -> Any:
     """One left-padded cache out of one cache per row; the last token of each row is left out.
 
     Args:
         model: the model.
+        kind: what its caches look like.
         rows: the prompts.
         caches: a cache of one row for each, that holds its tokens but perhaps the last one. They
             are emptied meanwhile, so that the KV is in memory twice for one layer at a time only.
@@ -127,14 +128,14 @@ def join_rows(model: Any, rows: Sequence[PromptRow], caches: list[Any]) -> Any:
         return joined
     for number, target in enumerate(joined.layers):
         parts = [cache.layers[number] for cache in caches]
-        kept = [row.num_tokens - 1 for row in rows]
         if len(rows) == 1 and rows[0].padding == 0:
             set_layer(target, parts[0].keys[:, :, :width], parts[0].values[:, :, :width])
             continue
-        full = next(part for part, tokens in zip(parts, kept, strict=True) if tokens)
-        shape = (len(rows), full.keys.shape[1], width, full.keys.shape[3])
-        keys, values = full.keys.new_zeros(shape), full.values.new_zeros(shape)
-        for row, part, tokens in zip(rows, parts, kept, strict=True):
+        shape = (len(rows), kind.layout.num_kv_heads, width, kind.layout.head_size)
+        keys = torch.zeros(shape, dtype=kind.dtype, device=kind.devices[number])
+        values = torch.zeros_like(keys)
+        for row, part in zip(rows, parts, strict=True):
+            tokens = row.num_tokens - 1
             if tokens:
                 keys[row.index, :, row.padding :] = part.keys[0, :, :tokens]
                 values[row.index, :, row.padding :] = part.values[0, :, :tokens]
@@ -209,7 +210,8 @@ def _probe(model: Any, layout: KVLayout) -> tuple[torch.device, ...]:
     """
     # A token count that differs from all other sizes, so that no two axes can be mistaken.
     count = next(n for n in range(2, 6) if n not in (layout.num_kv_heads, layout.head_size))
-    ids = torch.zeros((1, count), dtype=torch.long, device=model.device)
+    token = 0 if getattr(model.config, "pad_token_id", None) == 1 else 1
+    ids = torch.full((1, count), token, device=model.device)
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
     name = type(model).__name__

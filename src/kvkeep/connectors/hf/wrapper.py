@@ -153,7 +153,7 @@ class KVKeepModel:
         clock = _Clock()
         with torch.no_grad():
             prepared = [self._prepare(row, scope, clock) for row in rows]
-            cache = join_rows(self.model, rows, [item[0] for item in prepared])
+            cache = join_rows(self.model, self._caches, rows, [item[0] for item in prepared])
             if call.num_copies > 1:
                 cache.batch_repeat_interleave(call.num_copies)
         reports = [item[1] for item in prepared]
