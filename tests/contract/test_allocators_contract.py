@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import uuid
 
 import pytest
@@ -56,3 +57,11 @@ class TestSharedMemory(AllocatorContract):
     def make_allocator(self):
         name = f"contract-{uuid.uuid4().hex}"
         return lambda: initialize_allocator(POOL_BYTES, chunk_bytes=OBJECT_BYTES, shared_name=name)
+
+
+class TestPagedCpuGpuMemoryAllocator(AllocatorContract):
+    @pytest.fixture
+    def make_allocator(self):
+        return lambda: initialize_allocator(
+            CAPACITY * mmap.PAGESIZE, chunk_bytes=OBJECT_BYTES, is_registrable=True
+        )

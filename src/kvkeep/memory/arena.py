@@ -8,7 +8,9 @@ arena in shared memory means the same in every process that maps it. Callable fr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 import sys
 import threading
 
@@ -16,6 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.errors import OwnershipError
+from kvkeep.memory.huge_pages import ask_for_huge_pages
+from kvkeep.memory.numa import TOPIC as NUMA_TOPIC
+from kvkeep.memory.numa import prefer_node
+from kvkeep.memory.report import Choice
 from kvkeep.memory.shared_segment import SharedSegment
 
 #: Without it Linux refuses to reserve more than it has. The mmap module names it from Python 3.13
@@ -23,12 +29,15 @@ from kvkeep.memory.shared_segment import SharedSegment
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 #: Linux 5.14: commit pages as if they had been written, without changing them.
 _MADV_POPULATE_WRITE = 23
-#: madvise holds the interpreter's lock; between two steps other threads run.
-_PREFAULT_STEP_BYTES = 64 << 20
 
 
 class Arena:
-    """A range of bytes, from offset 0 to ``size_bytes``."""
+    """A range of bytes, from offset 0 to ``size_bytes``.
+
+    Attributes:
+        size_bytes: its size.
+        choices: how the memory was made, and what the system did not grant.
+    """
 
     def __init__(
         self, size_bytes: int, *, shared_name: str | None = None, huge_pages: bool = True
@@ -78,9 +87,13 @@ class Arena:
             if segment is not None:
                 segment.close()
             raise
-        if huge_pages and sys.platform == "linux":
-            with contextlib.suppress(OSError):  # the kernel is built without: small pages then
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        is_shared = segment is not None
+        name = f"shared as {segment.name}" if segment is not None else "private to the process"
+        why = "a name was given" if is_shared else "no name was given"
+        self.choices = [
+            Choice("memory", name, why),
+            ask_for_huge_pages(self._map, is_shared=is_shared, wanted=huge_pages),
+        ]
         self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
 
     @property
@@ -104,6 +117,23 @@ class Arena:
     def is_closed(self) -> bool:
         """The memory was given back to the system, or will be with the last view of it."""
         return self._array is None
+
+    def place_on(self, choice: Choice, node: int | None) -> None:
+        """Have memory that is not committed yet come from a NUMA node.
+
+        A system that does not do it is no error; ``choices`` says so then.
+
+        Args:
+            choice: why this node, see :func:`kvkeep.memory.numa.choose_node`.
+            node: the node; None for no preference.
+
+        Raises:
+            OwnershipError: the arena is closed.
+        """
+        refused = prefer_node(self.array, node) if node is not None else None
+        if refused is not None:
+            choice = Choice(NUMA_TOPIC, "any", f"{choice.why}, but {refused}")
+        self.choices.append(choice)
 
     def claim(self, start: int, end: int) -> npt.NDArray[np.uint8]:
         """Become the allocator of the bytes [start, end).
@@ -136,6 +166,8 @@ class Arena:
     def prefault(self, start: int, end: int) -> None:
         """Commit the pages of [start, end) now; their content stays as it is.
 
+        Other threads run meanwhile.
+
         Raises:
             ValueError: it is no range of the arena.
             OSError: the system has not enough memory, or cannot do this (Linux before 5.14).
@@ -143,14 +175,14 @@ class Arena:
         """
         if not 0 <= start <= end <= self.size_bytes:
             raise ValueError(f"[{start}, {end}) is no range of an arena of {self.size_bytes} bytes")
-        mapping = self._map
-        if mapping is None:
-            raise OwnershipError("an arena was used after it was closed")
-        with memoryview(mapping):  # keeps the memory mapped meanwhile
-            first = start - start % mmap.PAGESIZE
-            for position in range(first, end, _PREFAULT_STEP_BYTES):
-                length = min(_PREFAULT_STEP_BYTES, end - position)
-                mapping.madvise(_MADV_POPULATE_WRITE, position, length)
+        array = self.array  # keeps the memory mapped meanwhile
+        if start == end:
+            return
+        first = start - start % mmap.PAGESIZE
+        address: int = array.__array_interface__["data"][0]
+        if _madvise(address + first, end - first, _MADV_POPULATE_WRITE) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"memory cannot be committed ahead: {os.strerror(error)}")
 
     def close(self) -> None:
         """Give the memory back to the system; a second call does nothing.
@@ -168,6 +200,16 @@ class Arena:
                 mapping.close()
         if self._segment is not None:
             self._segment.close()
+
+
+def _madvise(address: int, size_bytes: int, advice: int) -> int:
+    """The system call; unlike ``mmap.madvise`` it does not hold the interpreter's lock."""
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes, function.restype = (
+        (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+        ctypes.c_int,
+    )
+    return int(function(address, size_bytes, advice))
 
 
 def _map_memory(size_bytes: int, segment: SharedSegment | None) -> mmap.mmap:

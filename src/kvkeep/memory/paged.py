@@ -7,8 +7,9 @@ that a pool that is not full commits no more than it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from kvkeep.errors import OwnershipError
 from kvkeep.layout import MemoryFormat
 from kvkeep.memory.arena import Arena
 from kvkeep.memory.base import MemoryReport
@@ -20,7 +21,14 @@ _PIN_STEP_BYTES = 64 << 20
 
 
 class PagedAllocator(PoolAllocator):
-    """Slots of one size in a range of an arena."""
+    """Slots of one size in a range of an arena.
+
+    Attributes:
+        slot_bytes: size of a slot.
+        num_slots: how many there are.
+        on_fresh: called with the lock held when slots are handed out that nobody has had before;
+            must not wait or call the allocator.
+    """
 
     def __init__(
         self,
@@ -52,10 +60,28 @@ class PagedAllocator(PoolAllocator):
         super().__init__(arena, offset, offset + size_bytes, signal)
         self.slot_bytes = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.num_slots = size_bytes // self.slot_bytes
+        self.on_fresh: Callable[[], None] | None = None
         self._free: list[int] = []  # offsets given back, last one first; guarded by count_lock
         self._num_fresh_used = 0  # slots below were handed out at least once; guarded by count_lock
         step_bytes = max(1, _PIN_STEP_BYTES // self.slot_bytes) * self.slot_bytes
         self._pinning = HostPinning.if_cuda(arena.array[offset : offset + size_bytes], step_bytes)
+
+    @property
+    def pinning(self) -> HostPinning | None:
+        """What tells CUDA where the memory is; None without CUDA."""
+        return self._pinning
+
+    def fresh_range(self) -> tuple[int, int]:
+        """Arena offsets [start, end) of the slots that no object has had yet.
+
+        Raises:
+            OwnershipError: the pool is closed.
+        """
+        with self.count_lock:
+            if self._array is None:
+                raise OwnershipError("a pool was used after it was closed")
+            start = self._start + self._num_fresh_used * self.slot_bytes
+            return start, self._start + self.num_slots * self.slot_bytes
 
     def can_ever_fit(
         self, size_bytes: int, batch_size: int = 1, fmt: MemoryFormat = MemoryFormat.KV_2LTD
@@ -84,6 +110,8 @@ class PagedAllocator(PoolAllocator):
                 self._pinning.cover(self._num_fresh_used * self.slot_bytes)
             slots = range(first, first + num_fresh)
             offsets.extend(self._start + slot * self.slot_bytes for slot in slots)
+            if self.on_fresh is not None:
+                self.on_fresh()
         return offsets
 
     def _give_locked(self, offset: int) -> None:

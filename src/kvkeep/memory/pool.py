@@ -77,6 +77,11 @@ class PoolAllocator(MemoryAllocatorInterface):
         self._ended: list[MemoryObj] = []  # out of use, not yet taken back; guarded by count_lock
         self._is_busy = False  # the lists are being changed or walked; guarded by count_lock
 
+    @property
+    def arena(self) -> Arena:
+        """Where the memory is."""
+        return self._arena
+
     @abstractmethod
     def _take_locked(self, size_bytes: int, count: int) -> Sequence[int] | None:
         """Arena offsets of ``count`` ranges for ``size_bytes``; None, and nothing is taken."""
