@@ -45,6 +45,7 @@ class CacheEngine:
         gpu_connector: GPUConnectorInterface,
         storage_manager: StorageManager,
         metrics: Metrics,
+        health_timeout_s: float = 2.0,
     ) -> None:
         """Join the parts, and own connector and storage: :meth:`close` closes them.
 
@@ -53,6 +54,7 @@ class CacheEngine:
             gpu_connector: copies between the engine's memory and the pool.
             storage_manager: the tiers.
             metrics: where everything is counted.
+            health_timeout_s: a tier whose health check takes longer is unhealthy.
 
         Raises:
             LayoutError: the connector moves another layout than the identity names, or a chunk is
@@ -69,7 +71,7 @@ class CacheEngine:
         self._storage = storage_manager
         self._connector = gpu_connector
         self._parts = EngineParts(token_database, gpu_connector, storage_manager, metrics)
-        self._monitor = HealthMonitor(storage_manager)
+        self._monitor = HealthMonitor(storage_manager, timeout_s=health_timeout_s)
         self._tagged = TaggedKeys(lambda key: storage_manager.contains(key) is not None)
         self._behind = CopyThreads(1)
         self._is_healthy = True
@@ -278,7 +280,8 @@ class CacheEngine:
     def health(self) -> EngineHealth:
         """Ask every tier, bypass those that are unhealthy, take those back that have recovered.
 
-        The engine is healthy as long as the tier whose memory it uses is.
+        A tier that has not answered within ``health_timeout_s`` is unhealthy. The engine is healthy
+        as long as the tier whose memory it uses is.
         """
         backends = self._monitor.check_once()
         own = backends.get(self._storage.allocator_backend.name)

@@ -102,23 +102,43 @@ class OpenLoad:
                 self._held.adopt([obj])
                 self._tiers.append(storage.allocator_backend.name)
         leased = len(self._tiers)
-        for run in storage.get_block_mapping(keys[leased:]):
-            first, last = leased + run.start, leased + run.end
-            found = storage.batched_get(keys[first:last], run.location)
-            self._held.adopt(found)
-            if not self._take(found, run.location):
-                lost = wanted[len(self._tiers) : last]
-                tokens = sum(end - start for start, end, _ in lost)
-                self._parts.metrics.load_failed(tokens, "missing")
-                break
+        located = self._fetch(keys[leased:])
+        lost = wanted[len(self._tiers) : leased + located]
+        if lost:
+            tokens = sum(end - start for start, end, _ in lost)
+            self._parts.metrics.load_failed(tokens, "missing")
         self._drop_misfits(wanted)
 
-    def _take(self, found: list[MemoryObj | None], tier: str) -> bool:
-        """Count the objects before the first miss, give those after it back; False for a miss."""
-        length = found.index(None) if None in found else len(found)
-        self._tiers += [tier] * length
-        self._keep(len(self._tiers))
-        return length == len(found)
+    def _fetch(self, keys: list[ChunkKey]) -> int:
+        """Get references from the tiers that have the chunks, until one is missing.
+
+        What is in memory already is held before room is made for what is not, which would otherwise
+        evict it.
+
+        Returns:
+            How many chunks the tiers said that they have.
+        """
+        storage = self._parts.storage_manager
+        runs = storage.get_block_mapping(keys)
+        located = runs[-1].end if runs else 0
+        own = storage.allocator_backend.name
+        objs: list[MemoryObj | None] = [None] * located
+        tiers = [run.location for run in runs for _ in range(run.start, run.end)]
+        first_gap = located
+        with References() as fetched:
+            for run in sorted(runs, key=lambda run: run.location != own):
+                if run.start >= first_gap:
+                    continue
+                found = storage.batched_get(keys[run.start : run.end], run.location)
+                fetched.adopt(found)
+                objs[run.start : run.end] = found
+                if None in found:
+                    first_gap = min(first_gap, run.start + found.index(None))
+            fetched.detach()
+        self._held.adopt(objs[:first_gap])
+        References(objs[first_gap:]).release()
+        self._tiers += tiers[:first_gap]
+        return located
 
     def _keep(self, count: int) -> None:
         """Give back all objects but the first ``count``."""

@@ -37,6 +37,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvkeep_pool_bytes": ("Bytes of the memory pool.", ("state",)),
     "kvkeep_leases_open": ("Leases that wait for their load.", ()),
     "kvkeep_chunks": ("Chunks that can be read.", ("tier",)),
+    "kvkeep_backend_bypassed": ("1 while a tier is left out as unhealthy, else 0.", ("tier",)),
 }
 
 
@@ -132,6 +133,10 @@ class Metrics:
     def watch_chunks(self, tier: str, count: Callable[[], float]) -> None:
         """Read the gauge ``kvkeep_chunks`` of ``tier`` from ``count``."""
         self._gauges["kvkeep_chunks"].labels(tier).set_function(count)
+
+    def watch_bypass(self, tier: str, is_bypassed: Callable[[], float]) -> None:
+        """Read the gauge ``kvkeep_backend_bypassed`` of ``tier`` from ``is_bypassed``."""
+        self._gauges["kvkeep_backend_bypassed"].labels(tier).set_function(is_bypassed)
 
     def snapshot(self) -> dict[str, float]:
         """Every value now, by name and labels: ``'kvkeep_evictions_total{tier="x"}'``."""

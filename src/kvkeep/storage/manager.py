@@ -8,7 +8,7 @@ never raised, mistakes of the caller are.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NoReturn
@@ -28,9 +28,10 @@ from kvkeep.layout import MemoryFormat
 from kvkeep.memory.base import MemoryObj, MemoryReport
 from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
-from kvkeep.prefix import LocatedRun, locate_prefix
+from kvkeep.prefix import LocatedRun
 from kvkeep.storage.guard import BackendGuard
 from kvkeep.storage.leases import LeaseTable
+from kvkeep.storage.search import PrefixSearch
 from kvkeep.storage.tiers import Tiers
 from kvkeep.storage.transfer import Transfer, allocate_most, copy_objects
 
@@ -65,8 +66,11 @@ class StorageManager:
         )
         self.metrics = metrics
         self._guard = BackendGuard(metrics)
+        self._search = PrefixSearch(self._tiers, self._guard)
         self._transfer = Transfer(self._tiers, allocator_backend, self._guard, metrics)
         metrics.watch_leases(self.leases.__len__)
+        for name in self.storage_backends:
+            metrics.watch_bypass(name, partial(self._tiers.is_bypassed, name))
         if isinstance(allocator_backend, LocalCPUBackend) and not allocator_backend.before_evict:
             allocator_backend.before_evict = self.leases.reap
 
@@ -90,14 +94,16 @@ class StorageManager:
         """Names of the tiers that are left out."""
         return self._tiers.bypassed
 
-    def health(self) -> dict[str, BackendHealth]:
-        """Every tier's opinion of itself, bypassed ones too; a tier that raises is unhealthy."""
-        return {
-            name: self._guard.call(
-                backend, "health", backend.health, BackendHealth(False, "its health check failed")
-            )
-            for name, backend in self.storage_backends.items()
-        }
+    def backend_health(self, name: str) -> BackendHealth:
+        """A tier's opinion of itself; one that raises is unhealthy. Takes as long as the tier does.
+
+        Raises:
+            ValueError: there is no such tier.
+        """
+        self._tiers.check_names([name])
+        backend = self.storage_backends[name]
+        failed = BackendHealth(False, "its health check failed")
+        return self._guard.call(backend, "health", backend.health, failed)
 
     def allocate(
         self,
@@ -249,20 +255,7 @@ class StorageManager:
         Raises:
             ValueError: a tier in ``search_range`` does not exist.
         """
-        tiers = self._tiers.readable(search_range)
-        askers = [(backend.name, self._asker(backend, keys, pin)) for backend in tiers]
-        return locate_prefix(len(keys), askers)
-
-    def _asker(
-        self, backend: StorageBackendInterface, keys: Sequence[ChunkKey], pin: Lease | None
-    ) -> Callable[[int], int]:
-        def ask(start: int) -> int:
-            rest = keys[start:] if start else keys
-            return self._guard.count(
-                backend, len(rest), partial(backend.batched_contains, rest, pin=pin)
-            )
-
-        return ask
+        return self._search.locate(keys, search_range, pin)
 
     def get(self, key: ChunkKey) -> MemoryObj | None:
         """A chunk from the first tier that has it, with a reference for the caller."""
@@ -291,7 +284,9 @@ class StorageManager:
         return self._transfer.get(tiers[0], keys)
 
     def layerwise_batched_get(
-        self, keys_layer_major: Sequence[Sequence[LayerKey]], location: str
+        self,
+        keys_layer_major: Sequence[Sequence[LayerKey]],
+        location: str | Sequence[LocatedRun],
     ) -> Generator[Future[list[MemoryObj | None]], None, None]:
         """One future per layer, each of the whole chunks, position by position.
 
@@ -302,17 +297,21 @@ class StorageManager:
 
         Args:
             keys_layer_major: per layer, the names of that layer in every chunk.
-            location: name of the tier.
+            location: name of the tier, or what :meth:`get_block_mapping` answered for these chunks.
+                The tiers are then asked at once, and chunks after the last run are misses.
 
         Raises:
             ValueError: there is no such tier, or the layers differ in their number of chunks.
         """
         if len({len(layer) for layer in keys_layer_major}) > 1:
             raise ValueError("every layer needs the same chunks")
-        tiers = self._tiers.readable([location])
+        count = len(keys_layer_major[0]) if keys_layer_major else 0
+        runs = [LocatedRun(location, 0, count)] if isinstance(location, str) else location
+        tiers = [self._tiers.readable([run.location]) for run in runs]
         if keys_layer_major:
             chunks = [key.chunk for key in keys_layer_major[0]]
-            future = self._transfer.start_get(tiers[0] if tiers else None, chunks)
+            parts = [(found[0], run) for found, run in zip(tiers, runs, strict=True) if found]
+            future = self._transfer.start_gets(chunks, parts)
             yield from [future] * len(keys_layer_major)
 
     def touch_cache(self, keys: Sequence[ChunkKey], location: str | None = None) -> None:

@@ -49,6 +49,10 @@ class Tiers:
         with self._lock:
             self.bypassed = self.bypassed | {name} if bypassed else self.bypassed - {name}
 
+    def is_bypassed(self, name: str) -> bool:
+        """The tier is left out now."""
+        return name in self.bypassed
+
     def check_names(self, names: Collection[str]) -> None:
         """Raise ValueError if one of these is no tier's name."""
         for name in names:

@@ -6,6 +6,7 @@ Callable from any thread.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -17,6 +18,7 @@ from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
+from kvkeep.prefix import LocatedRun
 from kvkeep.storage.guard import BackendGuard
 from kvkeep.storage.tiers import Tiers
 
@@ -56,6 +58,29 @@ def allocate_most(
             else:
                 held.adopt(objs)
         return held.detach()
+
+
+class _Gathered:
+    """The answers of several tiers as one future. Filled from any thread."""
+
+    def __init__(self, count: int, num_parts: int) -> None:
+        """All misses so far; answered at once without parts."""
+        self.future: Future[list[MemoryObj | None]] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._lock = threading.Lock()
+        self._objs: list[MemoryObj | None] = [None] * count  # guarded by _lock
+        self._missing = num_parts  # guarded by _lock
+        if not num_parts:
+            self.future.set_result(self._objs)
+
+    def add(self, start: int, objs: Sequence[MemoryObj | None]) -> None:
+        """One part has come; the last one completes the future."""
+        with self._lock:
+            self._objs[start : start + len(objs)] = objs
+            self._missing -= 1
+            is_complete = not self._missing
+        if is_complete:
+            self.future.set_result(self._objs)
 
 
 class Transfer:
@@ -115,31 +140,40 @@ class Transfer:
         self._write_back(backend, keys, objs)
         return objs
 
-    def start_get(
-        self, backend: StorageBackendInterface | None, keys: Sequence[ChunkKey]
+    def start_gets(
+        self, keys: Sequence[ChunkKey], parts: Sequence[tuple[StorageBackendInterface, LocatedRun]]
     ) -> Future[list[MemoryObj | None]]:
-        """The same as a future, which cannot be cancelled and never raises.
+        """Get from several tiers at once, as one future that cannot be cancelled and never raises.
 
-        Without a backend, or without keys, it is answered at once and everything is a miss.
+        Chunks that are in memory already are held before room is made for those of other tiers.
+
+        Args:
+            keys: the chunks.
+            parts: which tier to ask for which of them; what no part covers is a miss.
         """
-        checked: Future[list[MemoryObj | None]] = Future()
-        checked.set_running_or_notify_cancel()
-        if backend is None or not keys:
-            checked.set_result([None] * len(keys))
-            return checked
+        gathered = _Gathered(len(keys), len(parts))
+        for backend, run in sorted(parts, key=lambda part: part[0] is not self._first):
+            part = keys[run.start : run.end]
+            start = partial(backend.batched_get_non_blocking, part)
+            pending = self._guard.call(backend, "get", start, None) if part else None
+            if pending is None:
+                gathered.add(run.start, [])
+            else:
+                pending.add_done_callback(partial(self._finish, backend, part, gathered, run.start))
+        return gathered.future
 
-        def finish(answered: Future[list[MemoryObj | None]]) -> None:
-            objs = self._guard.objects(backend, len(keys), answered.result)
-            self._write_back(backend, keys, objs)
-            checked.set_result(objs)
-
-        start = partial(backend.batched_get_non_blocking, keys)
-        pending = self._guard.call(backend, "get", start, None)
-        if pending is None:
-            checked.set_result([None] * len(keys))
-        else:
-            pending.add_done_callback(finish)
-        return checked
+    def _finish(
+        self,
+        backend: StorageBackendInterface,
+        keys: Sequence[ChunkKey],
+        gathered: _Gathered,
+        start: int,
+        answered: Future[list[MemoryObj | None]],
+    ) -> None:
+        """One tier has answered."""
+        objs = self._guard.objects(backend, len(keys), answered.result)
+        self._write_back(backend, keys, objs)
+        gathered.add(start, objs)
 
     def _write_back(
         self,
