@@ -35,7 +35,6 @@ from kvkeep.backends.disk.reports import TIER, DiskReports
 from kvkeep.backends.disk.stores import DiskStores
 from kvkeep.backends.disk.writer import ChunkWriter
 from kvkeep.backends.lease import Lease
-from kvkeep.codec.frame import writer_digest
 from kvkeep.errors import BackendError
 from kvkeep.identity import CacheIdentity
 from kvkeep.keys import ChunkKey
@@ -107,7 +106,7 @@ class LocalDiskBackend(StorageBackendInterface):
         self._catalog = Catalog(
             DiskDirectory(options.path, budget_bytes=options.size_bytes, io=files),
             self._index,
-            identity=writer_digest(identity),
+            identity=identity,
             io=files,
             reports=self._reports,
         )
@@ -256,18 +255,16 @@ class LocalDiskBackend(StorageBackendInterface):
 
     def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         """Make chunks invisible at once and remove their files; returns how many there were."""
-        served = [self._catalog.hide(key) for key in keys]
-        task = self._pool.load(lambda: [self._catalog.discard(key) for key in keys])
+        hidden = [(key, self._catalog.hide(key)) for key in keys]
+        discard = self._catalog.discard_hidden
+        task = self._pool.load(lambda: [discard(key, entry) for key, entry in hidden])
+        served = [entry is not None and entry.ready and entry.mine for _, entry in hidden]
         removed = self._wait(task, self._options.load_timeout_s, "remove")
-        if removed is None:
-            return sum(served)
-        return sum(was or gone for was, gone in zip(served, removed, strict=True))
+        return sum(map(max, served, removed if removed is not None else served))
 
     def clear(self) -> int:
         """Remove every chunk of this engine. Those of other engines in the directory stay."""
-        hidden = self._index.all_mine()
-        for key in hidden:
-            self._catalog.hide(key)
+        hidden = [(key, self._catalog.hide(key)) for key in self._index.all_mine()]
         task = self._pool.load(lambda: self._catalog.clear(hidden))
         return self._wait(task, self._options.open_timeout_s, "clear") or 0
 

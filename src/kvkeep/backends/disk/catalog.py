@@ -14,11 +14,12 @@ from pathlib import Path
 
 from kvkeep.backends.disk.directory import DiskDirectory, TempFile
 from kvkeep.backends.disk.files import FileIO, cause_of
-from kvkeep.backends.disk.index import DiskIndex
+from kvkeep.backends.disk.index import DiskEntry, DiskIndex
 from kvkeep.backends.disk.reports import DiskReports
 from kvkeep.backends.disk.scan import FoundChunk, Scanner, probe
-from kvkeep.codec.frame import FrameFault
+from kvkeep.codec.frame import FrameFault, writer_digest
 from kvkeep.errors import BackendError
+from kvkeep.identity import CacheIdentity
 from kvkeep.keys import ChunkKey
 
 #: A refresh takes at most one part in this many of the time.
@@ -34,7 +35,7 @@ class Catalog:
         directory: DiskDirectory,
         index: DiskIndex,
         *,
-        identity: bytes,
+        identity: CacheIdentity,
         io: FileIO,
         reports: DiskReports,
     ) -> None:
@@ -43,13 +44,14 @@ class Catalog:
         Args:
             directory: the files and their budget.
             index: empty.
-            identity: digest that frames must carry to be served, see ``writer_digest``.
+            identity: the engine's; its frames carry the :attr:`identity_digest`.
             io: the system calls.
             reports: where faults are counted.
         """
         self.directory = directory
         self.index = index
-        self.identity = identity
+        self._identity = identity
+        self.identity_digest = writer_digest(identity)
         self.io = io
         self.reports = reports
         self._scanner = Scanner(io, directory, lambda cause: reports.fault("scan", cause))
@@ -64,7 +66,7 @@ class Catalog:
             OSError, BackendError: the directory cannot be used.
         """
         self.directory.open()
-        self._adopt(self._scanner.scan(self.index.is_known))
+        self._adopt(self._scanner.scan(self.index.is_listed))
         self.directory.trim(self.next_victim)
 
     def check(self) -> None:
@@ -95,11 +97,13 @@ class Catalog:
                     return
                 continue
             found = probe(self.io, self.directory, key)
-            if isinstance(found, FoundChunk) and self._adopt([found]):
-                continue
-            if isinstance(found, FrameFault):
-                self.reports.fault("lookup", found)
+            fault = found if isinstance(found, FrameFault) else self._fault_of(found)
+            if fault is not None:
+                self.reports.fault("lookup", fault)
                 self.discard(key)
+            elif found is not None and not isinstance(found, FrameFault):
+                self._adopt([found])
+                continue
             if stop_at_miss:
                 return
 
@@ -142,7 +146,7 @@ class Catalog:
             if started < self._next_refresh:
                 return False
             self.index.keep_only(lambda key: self.directory.chunk_path(key).exists())
-            self._adopt(self._scanner.scan(self.index.is_known))
+            self._adopt(self._scanner.scan(self.index.is_listed))
             self.directory.recount()
             seconds = time.monotonic() - started
             pause_s = max(_REFRESH_PAUSE_S, seconds * _REFRESH_SHARE)
@@ -151,23 +155,24 @@ class Catalog:
         finally:
             self._refresh_lock.release()
 
-    def hide(self, key: ChunkKey) -> bool:
-        """Make a chunk invisible without asking the disk; True if it could be served until now."""
-        served = self.index.forget(key)
-        self.index.ban(key)
-        return served
+    def hide(self, key: ChunkKey) -> DiskEntry | None:
+        """Make a chunk invisible, without asking the disk; returns what stood for it."""
+        return self.index.hide(key)
 
-    def discard(self, key: ChunkKey, *, inode: int | None = None) -> bool:
+    def discard(
+        self, key: ChunkKey, entry: DiskEntry | None = None, *, inode: int | None = None
+    ) -> bool:
         """Remove a chunk from index and disk.
 
         Args:
             key: the chunk.
+            entry: what stood for it in the index.
             inode: remove the file only if it is still this one.
 
         Returns:
             A file was removed. One that cannot be removed is counted, and never served again.
         """
-        self.index.ban(key)
+        self.index.ban(key, entry)
         try:
             removed = self.directory.remove(self.directory.chunk_path(key), inode=inode)
         except OSError as error:
@@ -179,7 +184,7 @@ class Catalog:
         self.index.unban(key)
         return removed
 
-    def clear(self, hidden: Sequence[ChunkKey]) -> int:
+    def clear(self, hidden: Sequence[tuple[ChunkKey, DiskEntry | None]]) -> int:
         """Remove every chunk of this engine; returns how many files went.
 
         Args:
@@ -188,14 +193,33 @@ class Catalog:
         Raises:
             OSError: the directory cannot be listed.
         """
-        self._adopt(self._scanner.scan(self.index.is_known))
-        keys = dict.fromkeys([*hidden, *self.index.all_mine()])
-        return sum(self.discard(key) for key in keys)
+        self._adopt(self._scanner.scan(self.index.is_listed))
+        rest = {key: self.hide(key) for key in self.index.all_mine()}
+        return sum(self.discard_hidden(key, entry) for key, entry in [*hidden, *rest.items()])
 
-    def _adopt(self, found: Sequence[FoundChunk]) -> bool:
-        """Enter chunks; True if the last one can be served."""
-        mine = False
+    def discard_hidden(self, key: ChunkKey, entry: DiskEntry | None) -> bool:
+        """Remove the file of a hidden chunk, but none that was written since; True if it went."""
+        return self.discard(key, inode=entry.inode if entry is not None else None)
+
+    def _adopt(self, found: Sequence[FoundChunk]) -> None:
+        """Enter chunks; those of other engines are only evicted in their turn."""
         for chunk in found:
-            mine = chunk.header.identity == self.identity
-            self.index.adopt(chunk.header.key, chunk.header.meta, mine=mine)
-        return mine
+            fault = self._fault_of(chunk)
+            if fault is FrameFault.WRONG_LAYOUT:
+                self.reports.fault("scan", fault)
+                self.discard(chunk.header.key, inode=chunk.inode)
+            else:
+                self.index.adopt(
+                    chunk.header.key, chunk.header.meta, mine=fault is None, inode=chunk.inode
+                )
+
+    def _fault_of(self, chunk: FoundChunk | None) -> FrameFault | None:
+        """Why this engine cannot serve a chunk that is whole."""
+        if chunk is None:
+            return None
+        if chunk.header.identity != self.identity_digest:
+            return FrameFault.WRONG_IDENTITY
+        layout, meta = self._identity.layout, chunk.header.meta
+        if meta.fmt is not layout.fmt or meta.size_bytes % layout.page_bytes:
+            return FrameFault.WRONG_LAYOUT
+        return None

@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -310,7 +311,8 @@ class DiskDirectory:
         except IsADirectoryError:
             os.rmdir(path)  # only an empty one: what others keep below it is not ours to delete
             return True
-        state.stored_bytes = max(0, state.stored_bytes - blocks(there.st_size))
+        if stat.S_ISREG(there.st_mode):
+            state.stored_bytes = max(0, state.stored_bytes - blocks(there.st_size))
         return True
 
     def _make_room_locked(

@@ -26,13 +26,17 @@ class DiskEntry:
         meta: what the chunk is in memory.
         ready: the file is whole and has its name. Until then the chunk is invisible.
         mine: written with this engine's identity. Others are kept and evicted, never served.
+        inode: of the file, once there is one.
         readers: loads in progress, which eviction waits for.
     """
 
-    __slots__ = ("meta", "mine", "readers", "ready")
+    __slots__ = ("inode", "meta", "mine", "readers", "ready")
 
-    def __init__(self, meta: ChunkMeta, *, ready: bool, mine: bool) -> None:
+    def __init__(
+        self, meta: ChunkMeta, *, ready: bool, mine: bool, inode: int | None = None
+    ) -> None:
         self.meta = meta
+        self.inode = inode
         self.ready = ready  # guarded by the index's lock
         self.mine = mine
         self.readers = 0  # guarded by the index's lock
@@ -61,7 +65,13 @@ class DiskIndex:
             return entry.meta if entry is not None and entry.ready and entry.mine else None
 
     def is_known(self, key: ChunkKey) -> bool:
-        """There is an entry, or a file that could not be removed: the disk tells nothing new."""
+        """The disk has nothing new to say: an entry of this engine, or a file not to be served."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return key in self._banned or (entry is not None and entry.mine)
+
+    def is_listed(self, key: ChunkKey) -> bool:
+        """The scan can pass over its file: there is an entry, or it is not to be served."""
         with self._lock:
             return key in self._entries or key in self._banned
 
@@ -82,6 +92,9 @@ class DiskIndex:
         made: dict[ChunkKey, DiskEntry] = {}
         with self._lock:
             for key, meta in reversed(list(chunks)):
+                there = self._entries.get(key)
+                if there is not None and not there.mine:
+                    self._drop_locked(key)  # another engine's file under this name is replaced
                 if key not in self._entries:
                     made[key] = DiskEntry(meta, ready=False, mine=True)
                     self._entries[key] = made[key]
@@ -103,12 +116,12 @@ class DiskIndex:
         with self._lock:
             return self._entries.get(key) is entry
 
-    def adopt(self, key: ChunkKey, meta: ChunkMeta, *, mine: bool) -> bool:
+    def adopt(self, key: ChunkKey, meta: ChunkMeta, *, mine: bool, inode: int) -> bool:
         """Enter a chunk file that was found; False if the key is known already."""
         with self._lock:
             if key in self._entries or key in self._banned:
                 return False
-            self._entries[key] = DiskEntry(meta, ready=True, mine=mine)
+            self._entries[key] = DiskEntry(meta, ready=True, mine=mine, inode=inode)
             self._num_servable += mine
             self._policy.update_on_put(key)
             return True
@@ -126,10 +139,28 @@ class DiskIndex:
             self._drop_locked(key)
             return there.ready and there.mine
 
-    def ban(self, key: ChunkKey) -> None:
-        """Never serve what is on the disk under this key; a chunk written anew ends that."""
+    def hide(self, key: ChunkKey) -> DiskEntry | None:
+        """Take out and ban whatever is there under a key, also what is being written."""
         with self._lock:
-            if key in self._entries:
+            entry = self._entries.get(key)
+        self.ban(key, entry)
+        return entry
+
+    def is_banned(self, key: ChunkKey) -> bool:
+        """What is on the disk under this key must not be served."""
+        with self._lock:
+            return key in self._banned
+
+    def ban(self, key: ChunkKey, entry: DiskEntry | None = None) -> None:
+        """Never serve what is on the disk under this key; a chunk written anew ends that.
+
+        Args:
+            key: the chunk.
+            entry: the entry that stood for the file. Another one, being written now, stays.
+        """
+        with self._lock:
+            there = self._entries.get(key)
+            if there is not None and (there is entry or not there.mine):
                 self._drop_locked(key)
             self._banned[key] = None
             if len(self._banned) > MAX_BANNED:

@@ -49,7 +49,7 @@ class ChunkReader:
         except OSError as error:
             catalog.reports.fault("get", cause_of(error))
             if error.errno == errno.EACCES:
-                catalog.index.ban(key)  # this file only; the medium itself answers
+                catalog.index.ban(key, entry)  # this file only; the medium itself answers
             elif concerns_medium(error):
                 self._breaker.failed()
             return False
@@ -62,7 +62,7 @@ class ChunkReader:
             return False
         if fault is not None:
             catalog.reports.fault("get", fault)
-            catalog.discard(key, inode=inode)
+            catalog.discard(key, entry, inode=inode)
             return False
         catalog.reports.loaded(len(target), time.perf_counter() - started)
         return True
@@ -103,7 +103,7 @@ class ChunkReader:
         if isinstance(header, FrameFault):
             return header
         fault = check_file(header, key, file_bytes)
-        if fault is None and header.identity != self._catalog.identity:
+        if fault is None and header.identity != self._catalog.identity_digest:
             fault = FrameFault.WRONG_IDENTITY
         if fault is None and header.meta != meta:
             fault = FrameFault.WRONG_LAYOUT

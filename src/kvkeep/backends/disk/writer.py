@@ -92,7 +92,7 @@ class ChunkWriter:
             raise
         if catalog.index.finish(key, pending.entry):
             return None
-        catalog.discard(key)  # it was removed between the rename and here
+        catalog.discard_hidden(key, pending.entry)  # removed between the rename and here
         return "removed"
 
     def _is_there(self, pending: Pending) -> bool:
@@ -104,17 +104,17 @@ class ChunkWriter:
             if found is FrameFault.NOT_A_FILE:  # a file is replaced by the rename
                 with contextlib.suppress(OSError):
                     catalog.directory.remove(catalog.directory.chunk_path(pending.key))
-        return (
-            isinstance(found, FoundChunk)
-            and found.header.identity == catalog.identity
-            and found.header.meta == pending.meta
-        )
+        if not isinstance(found, FoundChunk) or catalog.index.is_banned(pending.key):
+            return False
+        pending.entry.inode = found.inode
+        header = found.header
+        return header.identity == catalog.identity_digest and header.meta == pending.meta
 
     def _write(self, pending: Pending, temp: TempFile) -> None:
         io = self._catalog.io
         header = FrameHeader(
             pending.key,
-            self._catalog.identity,
+            self._catalog.identity_digest,
             pending.meta,
             len(pending.payload),
             checksum(pending.payload),
@@ -123,5 +123,6 @@ class ChunkWriter:
         try:
             write_fully(io, fd, [memoryview(header.pack()), pending.payload])
             os.utime(fd, ns=(pending.used_ns, pending.used_ns))
+            pending.entry.inode = os.fstat(fd).st_ino
         finally:
             io.close(fd)
