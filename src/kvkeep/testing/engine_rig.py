@@ -49,6 +49,7 @@ class EngineRig:
         policy: str = "lru",
         save_unfull_chunk: bool = False,
         lease_timeout_s: float = 300.0,
+        alloc_timeout_s: float = 0.2,
         connector: Callable[[KVLayout], GPUConnectorInterface] = PagedGPUConnector,
         tiers: Sequence[Callable[[AllocatorBackendInterface], StorageBackendInterface]] = (),
     ) -> None:
@@ -62,6 +63,7 @@ class EngineRig:
             policy: name of the cache policy.
             save_unfull_chunk: store the tail, too.
             lease_timeout_s: seconds until a lease expires.
+            alloc_timeout_s: seconds that a load waits for memory.
             connector: makes the connector.
             tiers: make further tiers from the first one.
         """
@@ -74,7 +76,7 @@ class EngineRig:
         )
         self.metrics = Metrics()
         self.cpu = LocalCPUBackend(
-            allocator, create_policy(policy), metrics=self.metrics, alloc_timeout_s=0.2
+            allocator, create_policy(policy), metrics=self.metrics, alloc_timeout_s=alloc_timeout_s
         )
         self.storage = StorageManager(
             [self.cpu, *[make(self.cpu) for make in tiers]],
