@@ -1,7 +1,12 @@
-"""What every test shares: no thread may outlive the test that started it."""
+"""What every test shares: no thread may outlive the test that started it.
+
+Without vLLM (not every platform has a wheel of it) the folders of its tests leave them out, and
+one line of the header says so.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +22,17 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("kvkeep")
 
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
 #: Threads that libraries keep for the life of the process, by the name of their class.
 LIBRARY_THREADS = frozenset({"TMonitor"})
 #: How long a thread may take to end after its owner was closed.
 END_TIMEOUT_S = 10.0
+
+
+def pytest_report_header() -> list[str]:
+    """Say what is left out."""
+    return [] if HAS_VLLM else ["vLLM is not installed: its tests are left out"]
 
 
 def _alive(before: set[threading.Thread]) -> list[threading.Thread]:
