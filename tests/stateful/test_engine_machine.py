@@ -20,7 +20,7 @@ CHUNK = 8
 PIECES = [
     [piece * 100 + token for token in range(length)] for piece, length in enumerate((4, 8, 11))
 ]
-PROMPTS = st.lists(st.sampled_from(PIECES), max_size=5).map(lambda parts: list(chain(*parts)))
+PROMPTS = st.lists(st.sampled_from(PIECES), max_size=4).map(lambda parts: list(chain(*parts)))
 PERMUTATIONS = st.permutations(range(16))
 
 
@@ -101,12 +101,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, pages=PERMUTATIONS, count=st.integers(0, 3), sync=st.booleans())
     def drop_a_store(self, tokens: list[int], pages: list[int], count: int, sync: bool) -> None:
+        before = self.rig.engine.lookup(tokens)
         self.rig.model.prefill(tokens, pages)
         where = self.where(tokens, pages)
         steps = self.rig.engine.store_layer(tokens, sync=sync, **where)
         for _ in range(count):
             next(steps)
         steps.close()
+        assert self.rig.engine.lookup(tokens) == before
 
     @rule(tokens=PROMPTS)
     def lookup(self, tokens: list[int]) -> None:
@@ -178,11 +180,13 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
-        for name in list(self.promised):
-            self.rig.engine.lookup_unpin(name)
-        self.rig.check_idle()
-        self.rig.engine.close()
+        try:
+            for name in list(self.promised):
+                self.rig.engine.lookup_unpin(name)
+            self.rig.check_idle()
+        finally:
+            self.rig.engine.close()
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30)
 TestEngineMachine = EngineMachine.TestCase
