@@ -20,8 +20,9 @@ MODULE = Path(__file__)
 
 def _serve(with_kvkeep: bool, lengths: list[int], repeats: int) -> dict[str, list[float]]:
     """Times to the first token in this process: {"cold 1024": [s, ...], "warm 1024": [...]}."""
-    from kvkeep.demo.model import prepare_model
     from vllm import LLM, SamplingParams
+
+    from kvkeep.demo.model import prepare_model
 
     transfer = {
         "kv_connector": "KVKeepConnector",

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from kvkeep.engine import CacheEngine
-from kvkeep.gpu.paged import PagedGPUConnector
-from kvkeep.manager import CacheManager
 
 from kvkeep.config import load_settings
+from kvkeep.engine import CacheEngine
+from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
+from kvkeep.manager import CacheManager
 from kvkeep.tokens import ChunkedTokenDatabase
 
 

@@ -9,8 +9,6 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvkeep.manager import CacheManager
-
 from kvkeep.config import Settings
 from kvkeep.connectors.vllm.identity import worker_identity
 from kvkeep.connectors.vllm.layout import block_size_of, check_supported, declare_layout
@@ -21,10 +19,10 @@ from kvkeep.errors import LookupServiceError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.lookup.client import LookupClient
 from kvkeep.lookup.paths import check_private
+from kvkeep.manager import CacheManager
 
 if TYPE_CHECKING:
     import torch
-
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 

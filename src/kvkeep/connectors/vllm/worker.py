@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from kvkeep.engine import CacheEngine, CheckReport
-from kvkeep.manager import CacheManager
 
 from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.stats import StepStats
+from kvkeep.engine import CacheEngine, CheckReport
 from kvkeep.errors import KVKeepError
 from kvkeep.gpu.base import SKIP_SLOT
 from kvkeep.identity import CacheIdentity
 from kvkeep.keys import TOKEN_BYTES
 from kvkeep.lookup.server import LookupServer
+from kvkeep.manager import CacheManager
 from kvkeep.tokens import RequestScope
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown

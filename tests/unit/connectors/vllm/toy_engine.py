@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
