@@ -16,6 +16,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from kvkeep.config import Settings
 from kvkeep.connectors.vllm.build import build_scheduler, build_worker
 from kvkeep.connectors.vllm.layout import block_size_of
@@ -25,17 +33,9 @@ from kvkeep.connectors.vllm.settings import engine_settings
 from kvkeep.connectors.vllm.stats import KVKeepStats
 from kvkeep.connectors.vllm.worker import WorkerSide
 from kvkeep.errors import KVKeepError, LayoutError
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-)
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 if TYPE_CHECKING:
     import torch
-
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvkeep.tokens import RequestScope
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+from kvkeep.tokens import RequestScope
 
 
 @dataclass(frozen=True, slots=True)
