@@ -15,6 +15,4 @@ class TestLocalDiskBackend(BackendContract):
     def make_backend(self, request, tmp_path):
         # Stores that wait hold memory of the contract's small pool: a quarter of it at most.
         queue_bytes = CAPACITY * CHUNK_BYTES // 4
-        return lambda pool: make_disk(
-            pool, tmp_path, policy=request.param, queue_bytes=queue_bytes
-        )
+        return lambda pool: make_disk(pool, tmp_path, policy=request.param, queue_bytes=queue_bytes)
