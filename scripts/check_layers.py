@@ -41,10 +41,12 @@ LAYERS = {
     "looking_up": 5,
     "tagged_keys": 5,
     "manager": 5,
+    "opening_pool": 5,
     "lookup": 5,
     "cli": 6,
     "connectors": 6,
     "demo": 6,
+    "replay": 6,
 }
 #: May import anything, and nothing imports it.
 ANYTHING = "testing"

@@ -13,6 +13,7 @@ a wrong argument, a wrong setting, a backend that failed.
     ├── BackendError(RuntimeError)   a backend failed; carries backend, operation and key
     │   └── BackendTimeoutError      ... because its deadline passed
     ├── LookupServiceError(RuntimeError)  the lookup server answered with an error or not at all
+    ├── TraceError(ValueError)       a line of a recorded workload is malformed
     └── MissingExtraError(ImportError)    an optional dependency is not installed; names the extra
 """
 
@@ -88,6 +89,10 @@ class BackendTimeoutError(BackendError):
 
 class LookupServiceError(KVKeepError, RuntimeError):
     """The lookup server answered with an error, or not at all."""
+
+
+class TraceError(KVKeepError, ValueError):
+    """A line of a recorded workload is not what its format says; the message has its number."""
 
 
 class MissingExtraError(KVKeepError, ImportError):

@@ -7,7 +7,7 @@ eviction. The backend calls it with its lock held; a policy has no lock and star
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from kvkeep.keys import ChunkKey
@@ -24,6 +24,17 @@ class CachePolicy(ABC, Generic[V]):
     @abstractmethod
     def init_mutable_mapping(self) -> MutableMapping[ChunkKey, V]:
         """A new, empty mapping for the backend's entries (its ``hot_cache``)."""
+
+    def note_chain(self, keys: Sequence[ChunkKey]) -> None:
+        """``keys`` stand one after the other in one prompt, and all but the first are missing.
+
+        A chunk is worthless without the one before it. The backend says this when a lookup ends at
+        a missing chunk, before that chunk and those after it are put; a policy that has no use for
+        it ignores it. It may be said several times, and the chunks need not follow.
+
+        Args:
+            keys: the last chunk that is present, if there is one, and the missing ones after it.
+        """
 
     @abstractmethod
     def update_on_put(self, key: ChunkKey) -> None:

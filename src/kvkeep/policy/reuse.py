@@ -1,0 +1,257 @@
+"""ReusePolicy: the chunk whose next use is least worth waiting for goes first, suffixes foremost.
+
+The default. It learns, while it runs, how long chunks of different kinds wait for their next use
+(:mod:`kvkeep.policy.reuse_model`, :mod:`kvkeep.policy.reuse_classes`), and remembers for some
+turnovers of the pool the names of chunks that went, so that it learns also from those it should
+have kept. Nothing is tuned to a workload: with reuse that is recent it acts like LRU, with few
+chunks that are popular for long like a probation queue, with loops it keeps a fixed part.
+
+A chunk with a successor in the pool is no candidate, since the successor would be worthless without
+it. Chains are known from :meth:`note_chain`; without it every chunk stands alone.
+
+Every update is O(1) but for a constant share of what each epoch costs; a candidate is O(log n).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import ClassVar
+
+from kvkeep.keys import ChunkKey
+from kvkeep.policy.base import CachePolicy, V
+from kvkeep.policy.reuse_classes import (
+    GROUP_ODDS,
+    GROUPS,
+    UNKNOWN,
+    class_of_new,
+    class_of_used,
+)
+from kvkeep.policy.reuse_model import (
+    BUCKET_OF_AGE,
+    EPOCHS_PER_TURNOVER,
+    HORIZON_TURNOVERS,
+    NUM_AGES,
+    ReuseModel,
+)
+
+#: Chains noted and not put yet, in chunks; the oldest are forgotten.
+_MAX_NOTED = 1 << 16
+#: A smaller pool is treated as one of this many chunks.
+_MIN_CHUNKS = 64
+
+#: Order of eviction: index, epoch of the last use, class. The last two name a queue.
+Rank = tuple[float, int, int]
+
+
+class _Chunk:
+    """What is known of one chunk, stored or remembered."""
+
+    __slots__ = ("before", "chunk_class", "epoch", "interval", "uses")
+
+    def __init__(self, chunk_class: int, epoch: int, before: ChunkKey | None) -> None:
+        self.chunk_class = chunk_class
+        self.epoch = epoch  # of the last use
+        self.before = before
+        self.uses = 1
+        self.interval = 0.0  # between uses, in epochs, smoothed
+
+
+class ReusePolicy(CachePolicy[V]):
+    """Order of the learned worth of waiting for the next use."""
+
+    name: ClassVar[str] = "reuse"
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._model = ReuseModel(GROUPS, GROUP_ODDS)
+        self._index = self._model.indices(_MIN_CHUNKS)
+        self._epoch = 0
+        self._epoch_part = 0.0  # of the current epoch that has passed
+        self._stored: dict[ChunkKey, _Chunk] = {}
+        self._gone: OrderedDict[ChunkKey, _Chunk] = OrderedDict()
+        self._noted: OrderedDict[ChunkKey, tuple[ChunkKey | None, int]] = OrderedDict()
+        self._num_after: dict[ChunkKey, int] = {}  # stored successors of a chunk, if any
+        # chunks without a stored successor, by epoch of the last use and class; none is empty
+        self._ends: dict[tuple[int, int], OrderedDict[ChunkKey, None]] = {}
+        self._ranked: list[Rank] = []  # of all queues in _ends, sorted
+
+    def init_mutable_mapping(self) -> MutableMapping[ChunkKey, V]:
+        """A dict; the order is kept apart from it."""
+        return {}
+
+    def note_chain(self, keys: Sequence[ChunkKey]) -> None:
+        """Remember which chunk each missing one follows, and what kind of prompt brings it."""
+        if not keys:
+            return
+        first = self._stored.get(keys[0])
+        missing = keys if first is None else keys[1:]
+        if not missing:
+            return
+        before = None if first is None else keys[0]
+        uses_before = 0 if first is None else first.uses
+        inner = class_of_new(uses_before, len(missing), is_end=False)
+        end = class_of_new(uses_before, len(missing), is_end=True)
+        noted = self._noted
+        for key in missing:
+            known = noted.get(key)
+            if known is None or known[0] is None:
+                noted[key] = (before, end if key is missing[-1] else inner)
+            before = key
+        while len(noted) > _MAX_NOTED:
+            noted.popitem(last=False)
+
+    def update_on_put(self, key: ChunkKey) -> None:
+        """File the chunk in its queue; one that is remembered was used again."""
+        before, chunk_class = self._noted.pop(key, (None, UNKNOWN))
+        chunk = self._gone.pop(key, None)
+        if chunk is None:
+            chunk = _Chunk(chunk_class, self._epoch, before)
+            self._model.start_waiting(chunk_class)
+        else:
+            chunk.before = chunk.before or before
+            self._use(chunk)
+        self._stored[key] = chunk
+        if chunk.before is not None:
+            self._add_successor(chunk.before)
+        if key not in self._num_after:
+            self._add_end(key, chunk)
+        self._epoch_part += EPOCHS_PER_TURNOVER / max(len(self._stored), _MIN_CHUNKS)
+        while self._epoch_part >= 1:
+            self._epoch_part -= 1
+            self._begin_epoch()
+
+    def update_on_hit(self, key: ChunkKey, mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Move the chunk to the queue of those used now. Uses within one epoch count as one."""
+        chunk = self._stored[key]
+        if chunk.epoch == self._epoch:
+            return
+        if key in self._num_after:
+            self._use(chunk)
+            return
+        self._drop_end(key, chunk)
+        self._use(chunk)
+        self._add_end(key, chunk)
+
+    def update_on_force_evict(self, key: ChunkKey) -> None:
+        """Remember the chunk by name; its predecessor may be the next candidate."""
+        chunk = self._stored.pop(key)
+        if key not in self._num_after:
+            self._drop_end(key, chunk)
+        self._gone[key] = chunk
+        while len(self._gone) > HORIZON_TURNOVERS * max(len(self._stored), _MIN_CHUNKS):
+            forgotten = self._gone.popitem(last=False)[1]
+            age = self._epoch - forgotten.epoch
+            self._model.stop_waiting(forgotten.chunk_class, age, used=False)
+        if chunk.before is not None:
+            self._drop_successor(chunk.before)
+
+    def get_evict_candidates(
+        self,
+        mapping: MutableMapping[ChunkKey, V],
+        num_candidates: int,
+        can_evict: Callable[[V], bool],
+    ) -> list[ChunkKey]:
+        """The ends of chains that are worth least, each followed by its predecessors in their turn.
+
+        Chunks whose successors cannot go come last.
+        """
+        chosen: list[ChunkKey] = []
+        went: dict[ChunkKey, int] = {}  # successors chosen, by chunk
+        opened: list[tuple[Rank, int, ChunkKey]] = []  # chunks that lost all successors, a heap
+        ends = self._ends_in_order()
+        end = next(ends, None)
+        while len(chosen) < num_candidates and (opened or end is not None):
+            if opened and (end is None or opened[0][0] <= end[0]):
+                key = heapq.heappop(opened)[2]
+            elif end is not None:
+                key = end[1]
+                end = next(ends, None)
+            if not can_evict(mapping[key]):
+                continue
+            chosen.append(key)
+            before = self._stored[key].before
+            chunk = None if before is None else self._stored.get(before)
+            if before is None or chunk is None:
+                continue
+            went[before] = went.get(before, 0) + 1
+            if went[before] == self._num_after[before]:
+                heapq.heappush(
+                    opened, (self._rank(chunk.epoch, chunk.chunk_class), -len(chosen), before)
+                )
+        if len(chosen) < num_candidates:
+            chosen += self._held_back(mapping, set(chosen), can_evict)[
+                : num_candidates - len(chosen)
+            ]
+        return chosen
+
+    def _ends_in_order(self) -> Iterator[tuple[Rank, ChunkKey]]:
+        for rank in self._ranked:
+            for key in reversed(self._ends[rank[1:]]):
+                yield rank, key
+
+    def _held_back(
+        self,
+        mapping: MutableMapping[ChunkKey, V],
+        chosen: set[ChunkKey],
+        can_evict: Callable[[V], bool],
+    ) -> list[ChunkKey]:
+        """Chunks that could go but for a successor that cannot, worst first."""
+        held = [key for key, value in mapping.items() if key not in chosen and can_evict(value)]
+
+        def rank(key: ChunkKey) -> Rank:
+            chunk = self._stored[key]
+            return self._rank(chunk.epoch, chunk.chunk_class)
+
+        return sorted(held, key=rank)
+
+    def _rank(self, epoch: int, chunk_class: int) -> Rank:
+        age = self._epoch - epoch
+        index = self._index[chunk_class][BUCKET_OF_AGE[age]] if age < NUM_AGES else -1.0
+        return index, epoch, chunk_class
+
+    def _use(self, chunk: _Chunk) -> None:
+        """Note a use of a chunk that is in no queue."""
+        age = self._epoch - chunk.epoch
+        self._model.stop_waiting(chunk.chunk_class, age, used=True)
+        chunk.uses += 1
+        chunk.interval = float(age) if chunk.uses == 2 else (chunk.interval + age) / 2
+        chunk.chunk_class = class_of_used(chunk.uses, chunk.interval / EPOCHS_PER_TURNOVER)
+        chunk.epoch = self._epoch
+        self._model.start_waiting(chunk.chunk_class)
+
+    def _add_successor(self, key: ChunkKey) -> None:
+        number = self._num_after.get(key, 0) + 1
+        self._num_after[key] = number
+        if number == 1 and key in self._stored:
+            self._drop_end(key, self._stored[key])
+
+    def _drop_successor(self, key: ChunkKey) -> None:
+        self._num_after[key] -= 1
+        if self._num_after[key] == 0:
+            del self._num_after[key]
+            if key in self._stored:
+                self._add_end(key, self._stored[key])
+
+    def _add_end(self, key: ChunkKey, chunk: _Chunk) -> None:
+        queue = self._ends.get((chunk.epoch, chunk.chunk_class))
+        if queue is None:
+            queue = self._ends[chunk.epoch, chunk.chunk_class] = OrderedDict()
+            insort(self._ranked, self._rank(chunk.epoch, chunk.chunk_class))
+        queue[key] = None
+
+    def _drop_end(self, key: ChunkKey, chunk: _Chunk) -> None:
+        queue = self._ends[chunk.epoch, chunk.chunk_class]
+        del queue[key]
+        if not queue:
+            del self._ends[chunk.epoch, chunk.chunk_class]
+            del self._ranked[bisect_left(self._ranked, self._rank(chunk.epoch, chunk.chunk_class))]
+
+    def _begin_epoch(self) -> None:
+        """Learn from the epoch that ends, and rank the queues anew."""
+        self._model.end_epoch()
+        self._index = self._model.indices(max(len(self._stored), _MIN_CHUNKS))
+        self._epoch += 1
+        self._ranked = sorted(self._rank(*queue) for queue in self._ends)
