@@ -6,6 +6,8 @@ every chunk it will load; closing it gives all of that back, on every path.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Generator
 from types import TracebackType
@@ -20,6 +22,8 @@ from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.ownership import References
 from kvkeep.request import COPY_ERRORS, ENGINE_MEMORY, EngineParts, Request
+
+_log = logging.getLogger(__name__)
 
 
 def refuse_load(parts: EngineParts, request: Request) -> torch.Tensor:
@@ -148,11 +152,14 @@ class OpenLoad:
 
     def _drop_misfits(self, wanted: list[tuple[int, int, ChunkKey]]) -> None:
         """End the prefix before an object that is not as large as its chunk."""
-        connector = self._parts.gpu_connector
+        sizes: dict[int, int] = {}  # bytes by tokens
         for number, obj in enumerate(self._held.objects):
             start, end, _ = wanted[number]
-            shape, dtype, _ = connector.chunk_shape(end - start)
-            if obj.size_bytes != int(np.prod(shape)) * dtype.itemsize:
+            size = sizes.get(end - start)
+            if size is None:
+                shape, dtype, _ = self._parts.gpu_connector.chunk_shape(end - start)
+                size = sizes[end - start] = math.prod(shape) * dtype.itemsize
+            if obj.size_bytes != size:
                 self._parts.metrics.failure(self._tiers[number], "get", "wrong_size")
                 self._keep(number)
                 break
@@ -213,6 +220,7 @@ class OpenLoad:
         metrics = self._parts.metrics
         metrics.failure(ENGINE_MEMORY, "load", type(error).__name__)
         request = self._request
+        _log.warning("a load failed and is tried chunk by chunk (%s): %s", request.req_id, error)
         for number, obj in enumerate(self._held.objects):
             start, end = self._starts[number], self._ends[number]
             try:

@@ -6,6 +6,7 @@ without that gives all memory back.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator
 from itertools import groupby
@@ -20,6 +21,8 @@ from kvkeep.results import StoreResult, StoreStop
 #: What a tier that did not take a chunk means for the store, the most telling first.
 _LOSSES = ((PutOutcome.NO_ROOM, StoreStop.NO_ROOM), (PutOutcome.DROPPED, StoreStop.DROPPED))
 _KEPT = frozenset({PutOutcome.STORED, PutOutcome.PRESENT})
+
+_log = logging.getLogger(__name__)
 
 
 def refuse_store(parts: EngineParts, request: Request, stop: StoreStop) -> StoreResult:
@@ -139,6 +142,7 @@ class OpenStore:
     def fail(self, error: BaseException) -> None:
         """The copy failed: count it and give the memory back."""
         self._parts.metrics.failure(ENGINE_MEMORY, "store", type(error).__name__)
+        _log.warning("a store failed (%s): %s", self._request.req_id, error)
         self._stops.update((index, StoreStop.FAILED) for index, _, _ in self._taken)
         self._taken = []
         self._held.release()
