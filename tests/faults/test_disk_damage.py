@@ -148,6 +148,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_while_the_tier_is_open(tier, name):
+    """Faults 4, 5, 39: a miss with a cause, and the file is gone."""
     damage, cause, _ = DAMAGE[name]
     tier.put(KEY, NEIGHBOUR)
     damage(chunk_path(tier.path, KEY))
@@ -164,6 +165,7 @@ def test_damage_while_the_tier_is_open(tier, name):
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_found_at_a_start(tier, name):
+    """Faults 5, 39: nothing is trusted that does not verify."""
     damage, read_cause, cause = DAMAGE[name]
     tier.put(KEY, NEIGHBOUR)
     tier.restart(lambda: damage(chunk_path(tier.path, KEY)))
@@ -192,6 +194,7 @@ def test_another_engines_chunk_is_replaced_by_a_store(tier):
 
 
 def test_every_single_bit_of_a_header(tier):
+    """Fault 5: in a file, not in memory only."""
     tier.put(KEY)
     path = chunk_path(tier.path, KEY)
     good = path.read_bytes()
@@ -207,6 +210,7 @@ def test_every_single_bit_of_a_header(tier):
 
 
 def test_random_bits_of_payloads(tier):
+    """Fault 5: right length, wrong content."""
     tier.put(KEY)
     path = chunk_path(tier.path, KEY)
     good = path.read_bytes()
@@ -221,7 +225,7 @@ def test_random_bits_of_payloads(tier):
 
 
 def test_truncation_at_every_boundary(tier):
-    """The memory that a load fills was another chunk's before; nothing of it is ever served."""
+    """Fault 5: the memory that a load fills was another chunk's before; nothing of it is ever served."""
     tier.put(KEY)
     path = chunk_path(tier.path, KEY)
     good = path.read_bytes()
@@ -329,7 +333,7 @@ def test_the_ledger_is_removed(tier):
 
 @pytest.mark.parametrize("what", ["", "chunks", "tmp", "members"])
 def test_a_removed_directory(tier, what):
-    """What was in it is a miss; the next store makes it anew."""
+    """Fault 39: what was in it is a miss; the next store makes it anew."""
     tier.put(KEY, NEIGHBOUR)
     shutil.rmtree(tier.path / ROOT_NAME / what)
     there = what in ("tmp", "members")

@@ -90,6 +90,7 @@ def names_there(path, name):
 
 
 def test_two_processes_store_twice_the_budget_each(start, tmp_path, capsys):
+    """Fault 38: never over the budget; each reads what the other wrote; one is killed."""
     (one, _), (two, process) = start("one"), start("two")
     sampler = Sampler(tmp_path)
     try:
@@ -126,7 +127,7 @@ def test_two_processes_store_twice_the_budget_each(start, tmp_path, capsys):
 
 
 def test_a_process_killed_while_writing_and_another_that_goes_on(processes, tmp_path):
-    """What the dead one had reserved comes back; the living one never goes over the budget."""
+    """Faults 24, 38: what the dead one had reserved comes back; the living one never goes over the budget."""
     with rig(tmp_path) as it:
         for seed in range(4):
             ours, theirs = processes.Pipe()
@@ -175,7 +176,7 @@ def test_what_an_earlier_process_left_counts(tmp_path):
 
 
 def test_two_tiers_in_one_process(tmp_path):
-    """Eight ranks each used the whole budget once: open backends count, not processes."""
+    """Fault 38: eight ranks each used the whole budget once: open backends count, not processes."""
     with rig(tmp_path) as one, rig(tmp_path) as two:
         for number in range(ROOM):
             one.put([make_key(("a", number))])

@@ -117,7 +117,7 @@ def test_short_reads_and_writes(pool, tmp_path, piece):
 
 @pytest.mark.parametrize("operation", ["open_new", "write", "rename"])
 def test_a_full_disk(disk, pool, tmp_path, metrics, io, operation):
-    """Nothing partial stays, nothing stays reserved, and the chunk can be stored later."""
+    """Fault 39: nothing partial stays, nothing stays reserved, and the chunk can be stored later."""
     put(disk, pool, KEYS[:1])
     io.before = fail(operation, error=errno.ENOSPC)
     assert submit(disk, pool, KEYS[1:3]) == [PutOutcome.STORED] * 2
@@ -133,7 +133,7 @@ def test_a_full_disk(disk, pool, tmp_path, metrics, io, operation):
 
 
 def test_a_full_file_system(pool):
-    """A real one of 256 KiB with a budget of 16 MiB: the file system is the limit."""
+    """Fault 39: a real one of 256 KiB with a budget of 16 MiB: the file system is the limit."""
     path = Path(tempfile.mkdtemp())
     mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)], check=False
@@ -175,7 +175,7 @@ def test_a_full_file_system(pool):
 
 
 def test_a_disk_that_fails_every_call_and_recovers(disk, pool, metrics, io):
-    """Misses at once, drops at once, unhealthy; and healthy again without a restart."""
+    """Fault 33: misses at once, drops at once, unhealthy; and healthy again without a restart."""
     put(disk, pool, KEYS)
     io.before = fail()
     for key in KEYS[:3]:
@@ -194,6 +194,7 @@ def test_a_disk_that_fails_every_call_and_recovers(disk, pool, metrics, io):
 
 
 def test_a_disk_that_cannot_be_written_is_still_read(disk, pool, metrics, io):
+    """Fault 39: a directory became read-only."""
     put(disk, pool, KEYS)
     io.before = fail("open_new", error=errno.EROFS)
     for key in make_keys(3, first=50):
@@ -224,7 +225,7 @@ def test_files_that_cannot_be_removed_are_not_served(disk, pool, metrics, io, er
 
 
 def test_a_disk_that_hangs(disk, pool, metrics, io, go_on):
-    """Loads and lookups are misses at their deadline, and later at once; then it recovers."""
+    """Faults 34, 42: loads and lookups are misses at their deadline, and later at once; then it recovers."""
     put(disk, pool, KEYS)
     pool.clear()
     io.before = lambda operation: None if operation != "read" else _wait(go_on)
@@ -251,7 +252,7 @@ def test_a_disk_that_hangs(disk, pool, metrics, io, go_on):
 
 
 def test_slow_stores_are_dropped_and_loads_go_first(disk, pool, metrics, io, tmp_path, go_on):
-    """Fault 43: stores behind a slow disk hold bounded memory, and no load waits behind them."""
+    """Faults 23, 43: stores behind a slow disk hold bounded memory, and no load waits behind them."""
     disk.close()
     disk = make_disk(pool, tmp_path, metrics=metrics, io=io, queue_bytes=4 * 192, threads=2)
     put(disk, pool, KEYS[:3])
@@ -271,7 +272,7 @@ def test_slow_stores_are_dropped_and_loads_go_first(disk, pool, metrics, io, tmp
     go_on.set()
     assert disk.flush(WAIT_S)
     assert disk.batched_contains(keys) == taken
-    # Fault 23: what was turned away can be stored now.
+    # What was turned away can be stored now.
     assert put(disk, pool, keys[taken : taken + 2]) == [PutOutcome.STORED] * 2
     disk.close()
 
@@ -290,7 +291,7 @@ def test_closing_with_a_hanging_disk(pool, tmp_path, metrics, io, go_on):
 
 
 def test_forbidden_places():
-    """A file, a directory or a whole tree that may not be read or written; then it may again."""
+    """Fault 39: a file, a directory or a whole tree that may not be read or written; then it may again."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvkeep.testing.disk_processes"])
     path = Path(tempfile.mkdtemp())
@@ -319,7 +320,7 @@ def test_forbidden_places():
 
 
 def test_ten_starts_in_a_row(tmp_path):
-    """Nothing piles up over restarts: members, temporary files, bytes."""
+    """Fault 37: nothing piles up over restarts: members, temporary files, bytes."""
     for _ in range(10):
         with rig(tmp_path) as it:
             it.put(KEYS[:2])

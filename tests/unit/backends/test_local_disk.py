@@ -311,7 +311,7 @@ def test_a_load_waits_for_memory_that_is_released(tmp_path):
 
 
 def test_a_removed_chunk_that_was_being_written(pool, open_disk):
-    """The removal wins, and the chunk can be stored again at once."""
+    """Fault 23: the removal wins, and the chunk can be stored again at once."""
     io = FaultyIO()
     disk = open_disk(io=io)
     go_on, writing = threading.Event(), threading.Event()
