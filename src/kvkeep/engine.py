@@ -234,6 +234,7 @@ class CacheEngine:
         search_range: Collection[str] | None = None,
         request_configs: Mapping[str, object] | None = None,
         scope: RequestScope = PLAIN,
+        counted: bool = True,
     ) -> int:
         """Length in tokens of the longest stored prefix.
 
@@ -246,6 +247,7 @@ class CacheEngine:
             search_range: names of the tiers to ask; all if None.
             request_configs: entries named ``kvkeep.tag.NAME`` are part of the identity.
             scope: what else the request adds to the identity.
+            counted: part of the hit rate; False where a waiting request is asked about again.
 
         Raises:
             TokenError: the tokens are malformed.
@@ -259,7 +261,9 @@ class CacheEngine:
         if not self.is_healthy():
             return refuse_lookup(self._parts)
         lease_id = lookup_id if pin else None
-        return look_up(self._parts, chunks, lease_id=lease_id, search_range=search_range)
+        return look_up(
+            self._parts, chunks, lease_id=lease_id, search_range=search_range, counted=counted
+        )
 
     def lookup_unpin(self, lookup_id: str) -> bool:
         """End the lease of a lookup; False if it has none (any more)."""

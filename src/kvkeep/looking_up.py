@@ -14,6 +14,7 @@ def look_up(
     *,
     lease_id: str | None,
     search_range: Collection[str] | None,
+    counted: bool = True,
 ) -> int:
     """Number of tokens found.
 
@@ -23,6 +24,7 @@ def look_up(
         lease_id: pin what is found and register the lease under this id, in place of the one that
             it had; None pins nothing.
         search_range: names of the tiers to ask; all if None.
+        counted: the lookup is part of the hit rate.
 
     Raises:
         ValueError: no tier is called so.
@@ -44,7 +46,8 @@ def look_up(
     for run in runs:
         num_tokens = chunks.end_of(run.end) - chunks.end_of(run.start)
         found[run.location] = found.get(run.location, 0) + num_tokens
-    parts.metrics.lookup(asked=chunks.num_tokens, found=found)
+    if counted:
+        parts.metrics.lookup(asked=chunks.num_tokens, found=found)
     return sum(found.values())
 
 

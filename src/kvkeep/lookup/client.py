@@ -88,7 +88,13 @@ class LookupClient:
             self._sockets.append(socket)
 
     def lookup(
-        self, lookup_id: str, tokens: object, *, scope: RequestScope = PLAIN, pin: bool = True
+        self,
+        lookup_id: str,
+        tokens: object,
+        *,
+        scope: RequestScope = PLAIN,
+        pin: bool = True,
+        counted: bool = True,
     ) -> int:
         """Tokens of the longest prefix that every worker has stored.
 
@@ -97,6 +103,7 @@ class LookupClient:
             tokens: token ids, see :func:`kvkeep.tokens.as_token_bytes`, or their bytes.
             scope: what the request adds to the identity.
             pin: what is found must stay until :meth:`unpin`, a retrieve or the lease's deadline.
+            counted: part of the hit rate; False where a waiting request is asked about again.
 
         Returns:
             The minimum over the workers; 0 if one failed, is down or missed the deadline. Nothing
@@ -107,7 +114,7 @@ class LookupClient:
             if self._closed or not self._all_up_locked():
                 self._failures["down"] += 1
                 return 0
-            question = Lookup(next(self._seq), lookup_id, data, WireScope.of(scope), pin)
+            question = Lookup(next(self._seq), lookup_id, data, WireScope.of(scope), pin, counted)
             replies = self._ask_locked(question, self._timeout_s)
             found = [r.found if isinstance(r, LookupReply) else 0 for r in replies]
             if pin and min(found) == 0:

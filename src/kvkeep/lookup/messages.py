@@ -71,6 +71,7 @@ class Lookup(_Message, tag="lookup", frozen=True):
     tokens: _Tokens
     scope: WireScope
     pin: bool
+    counted: bool
 
 
 class Unpin(_Message, tag="unpin", frozen=True):

@@ -59,7 +59,13 @@ class LookupTarget(Protocol):
     """What the server needs of a CacheEngine."""
 
     def lookup(
-        self, tokens: object, *, lookup_id: str | None, pin: bool, scope: RequestScope
+        self,
+        tokens: object,
+        *,
+        lookup_id: str | None,
+        pin: bool,
+        scope: RequestScope,
+        counted: bool,
     ) -> int:
         """See :meth:`kvkeep.engine.CacheEngine.lookup`."""
 
@@ -229,7 +235,11 @@ class LookupServer:
             )
         tokens = np.frombuffer(request.tokens, "<u4")
         return self._engine.lookup(
-            tokens, lookup_id=request.lookup_id, pin=request.pin, scope=request.scope.scope()
+            tokens,
+            lookup_id=request.lookup_id,
+            pin=request.pin,
+            scope=request.scope.scope(),
+            counted=request.counted,
         )
 
     def _hello(self, request: Hello) -> HelloReply:

@@ -43,7 +43,7 @@ class ToyTarget:
         self.gate.set()
         self.answered = threading.Semaphore(0)
 
-    def lookup(self, tokens, *, lookup_id, pin, scope):
+    def lookup(self, tokens, *, lookup_id, pin, scope, counted):
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error

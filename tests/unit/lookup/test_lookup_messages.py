@@ -31,7 +31,7 @@ SCOPE = RequestScope("salt", "adapter@1f", (("team", "a"),), (Extra(3, "image\0a
 
 REQUESTS = [
     Hello(1, 1),
-    Lookup(2, "req#1", b"\1\0\0\0", WireScope.of(SCOPE), True),
+    Lookup(2, "req#1", b"\1\0\0\0", WireScope.of(SCOPE), True, True),
     Unpin(3, ("req#1", "req#2")),
     Check(4),
     Clear(5),
@@ -62,10 +62,10 @@ def test_scope_survives_the_wire():
 def test_golden_bytes():
     """A change of these bytes is a change of the protocol's version."""
     assert encode(REQUESTS[1]).hex() == (
-        "96a66c6f6f6b757002a57265712331c404010000009"
+        "97a66c6f6f6b757002a57265712331c404010000009"
         "4a473616c74aa61646170746572403166"
         "9192a47465616da1619192"
-        "03a8696d616765006162c3"
+        "03a8696d616765006162c3c3"
     )
     assert encode(LookupReply(2, 512)).hex() == "93ac6c6f6f6b75705f7265706c7902cd0200"
 
@@ -86,11 +86,11 @@ def test_replies_are_no_requests(message):
         msgspec.msgpack.encode(["nothing", 1]),
         msgspec.msgpack.encode(["check", -1]),
         msgspec.msgpack.encode(["check", 1 << 63]),
-        msgspec.msgpack.encode(["lookup", 1, "", b"", ["", "", [], []], True]),
-        msgspec.msgpack.encode(["lookup", 1, "x" * 1025, b"", ["", "", [], []], True]),
-        msgspec.msgpack.encode(["lookup", 1, "x", "text", ["", "", [], []], True]),
-        msgspec.msgpack.encode(["lookup", 1, "x", b"", ["s" * 4097, "", [], []], True]),
-        msgspec.msgpack.encode(["lookup", 1, "x", b"", ["", "", [], [[-1, "h"]]], True]),
+        msgspec.msgpack.encode(["lookup", 1, "", b"", ["", "", [], []], True, True]),
+        msgspec.msgpack.encode(["lookup", 1, "x" * 1025, b"", ["", "", [], []], True, True]),
+        msgspec.msgpack.encode(["lookup", 1, "x", "text", ["", "", [], []], True, True]),
+        msgspec.msgpack.encode(["lookup", 1, "x", b"", ["s" * 4097, "", [], []], True, True]),
+        msgspec.msgpack.encode(["lookup", 1, "x", b"", ["", "", [], [[-1, "h"]]], True, True]),
         msgspec.msgpack.encode(["unpin", 1, ["x"] * 65537]),
         b"\x91" * 100_000,
     ],

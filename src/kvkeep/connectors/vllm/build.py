@@ -20,6 +20,7 @@ from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.lookup.client import LookupClient
 from kvkeep.lookup.paths import check_private
 from kvkeep.manager import CacheManager
+from kvkeep.memory.sizing import WorkerPlace
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,9 @@ def build_worker(
     )
     connector = PagedGPUConnector(layout, copy_threads=settings.cpu.copy_threads)
     connector.register_kv_caches(tensors)
-    manager = CacheManager.create(settings, identity, connector)
+    manager = CacheManager.create(
+        settings, identity, connector, place=worker_place(vllm_config, kv_caches)
+    )
     try:
         worker = WorkerSide(
             manager, identity=identity, socket=paths[identity.rank], block_size=layout.page_size
@@ -69,6 +72,19 @@ def build_worker(
         raise
     logger.info("kvkeep keeps %d layers: %s", layout.num_layers, layout.engine)
     return worker
+
+
+def worker_place(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> WorkerPlace:
+    """Where a worker stands among its engine's, and on which GPU its caches are."""
+    parallel = vllm_config.parallel_config
+    device = next(iter(kv_caches.values())).device
+    return WorkerPlace(
+        rank=parallel.rank,
+        num_ranks=parallel.world_size,
+        num_local=parallel.local_world_size,
+        has_same_kv=vllm_config.model_config.use_mla,
+        cuda_device=device.index if device.type == "cuda" else None,
+    )
 
 
 def build_scheduler(

@@ -31,12 +31,14 @@ class TrackedRequest:
         scope: what it adds to the identity; None if its KV cannot be named, so it is left alone.
         saved: leading tokens that were found stored or offered for storing.
         may_store: False if it may have computed on KV that was never loaded.
+        was_asked: its lookup has been counted in the hit rate.
     """
 
     request: Request
     scope: RequestScope | None
     saved: int = 0
     may_store: bool = True
+    was_asked: bool = False
     _ids: array[int] = field(default_factory=lambda: array("I"))
 
     def token_bytes(self, num_tokens: int) -> bytes:

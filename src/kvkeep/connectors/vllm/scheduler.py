@@ -116,8 +116,13 @@ class SchedulerSide:
             return 0
         lookup_id = f"{request.request_id}#{next(self._ids)}"
         found = self._client.lookup(
-            lookup_id, tracked.token_bytes(num_asked), scope=tracked.scope, pin=True
+            lookup_id,
+            tracked.token_bytes(num_asked),
+            scope=tracked.scope,
+            pin=True,
+            counted=not tracked.was_asked,
         )
+        tracked.was_asked = True
         tracked.saved = found
         num_external: int = min(found, limit) - num_computed
         if num_external <= 0:

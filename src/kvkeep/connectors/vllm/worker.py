@@ -45,9 +45,17 @@ class _CountedResets:
             return self._num_resets
 
     def lookup(
-        self, tokens: object, *, lookup_id: str | None, pin: bool, scope: RequestScope
+        self,
+        tokens: object,
+        *,
+        lookup_id: str | None,
+        pin: bool,
+        scope: RequestScope,
+        counted: bool,
     ) -> int:
-        return self._engine.lookup(tokens, lookup_id=lookup_id, pin=pin, scope=scope)
+        return self._engine.lookup(
+            tokens, lookup_id=lookup_id, pin=pin, scope=scope, counted=counted
+        )
 
     def lookup_unpin(self, lookup_id: str) -> object:
         return self._engine.lookup_unpin(lookup_id)

@@ -111,6 +111,20 @@ def test_nothing_is_asked_when_the_engine_has_it_all(toy_engine):
     engine.finish()
 
 
+def test_fault_47_a_waiting_request_is_counted_once(toy_engine):
+    """Fault 47: counters grew while nothing happened, namely as long as a request waited."""
+    engine = toy_engine(num_blocks=14)
+    engine.generate("a", PROMPT)
+    engine.add("b", PROMPT, max_tokens=12)
+    engine.advance()
+    engine.add("c", PROMPT, max_tokens=3)
+    asked = engine.metric("kvkeep_lookup_tokens_total")
+    engine.run_all()
+    assert engine.metric("kvkeep_lookup_tokens_total") == asked + 40
+    assert next(engine.connector._scheduler._ids) > 6, "it was asked about again and again"
+    engine.finish()
+
+
 def test_fault_17_aborted_before_it_is_scheduled(toy_engine):
     """Fault 17: a lookup pinned, the request was aborted before it was scheduled.
 
