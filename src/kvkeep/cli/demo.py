@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvkeep.cli.demo_report import print_report
+from kvkeep.cli.screen import quiet_screen
 from kvkeep.demo.outcome import DemoResult
 from kvkeep.demo.outcome import Progress as Report
 from kvkeep.demo.prompts import QUESTIONS
@@ -42,22 +43,9 @@ def demo(
 
     Ends with exit code 1 if any token differs.
     """
-    bar = Progress(
-        SpinnerColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    run = _run_vllm if engine is EngineName.VLLM else _run_transformers
     try:
-        with bar:
-            task = bar.add_task("starting", total=None)
-
-            def progress(done: int, total: int, doing: str) -> None:
-                bar.update(task, completed=done, total=total, description=doing)
-
-            result = _run(engine, model, QUESTIONS[:questions], progress)
+        result = run(model, QUESTIONS[:questions])
     except KVKeepError as error:
         typer.secho(f"kvkeep demo: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
@@ -69,26 +57,53 @@ def demo(
         raise typer.Exit(1)
 
 
-def _run(
-    engine: EngineName, model: str | None, questions: tuple[str, ...], progress: Report
-) -> DemoResult:
-    """Prepare the model if none is named, then run the engine's demo."""
-    if engine is EngineName.VLLM:
-        from kvkeep.demo.vllm_run import require_vllm, run_vllm
-
-        require_vllm()
-        # This process is the demo's own, so its logging may be ours; what the user set stays.
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        return run_vllm(_model_name(model, progress), questions, progress)
+def _run_transformers(model: str | None, questions: tuple[str, ...]) -> DemoResult:
     from kvkeep.demo.transformers_run import run_transformers
 
-    return run_transformers(_model_name(model, progress), questions, progress)
+    with _Bar(Console(stderr=True)) as bar:
+        return run_transformers(_model_name(model, bar.report), questions, bar.report)
 
 
-def _model_name(model: str | None, progress: Report) -> str:
+def _run_vllm(model: str | None, questions: tuple[str, ...]) -> DemoResult:
+    from kvkeep.demo.vllm_run import require_vllm, run_vllm
+
+    require_vllm()
+    # This process is the demo's own, so its logging may be ours; what the user set stays.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with quiet_screen() as console, _Bar(console) as bar:
+        return run_vllm(_model_name(model, bar.report), questions, bar.report)
+
+
+def _model_name(model: str | None, report: Report) -> str:
     if model is not None:
         return model
     from kvkeep.demo.model import prepare_model
 
-    progress(0, 1, "preparing SmolLM2-135M-Instruct (the first time takes a while)")
+    report(0, 1, "preparing SmolLM2-135M-Instruct (the first time takes a while)")
     return str(prepare_model())
+
+
+class _Bar:
+    """A progress bar that is gone when the work is done."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+
+    def report(self, done: int, total: int, doing: str) -> None:
+        """Show how far the work is."""
+        self._progress.update(self._task, completed=done, total=total, description=doing)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
@@ -95,7 +96,7 @@ def _convert(weights: Path, target: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     except ImportError as error:
         raise MissingExtraError("the demo's model", "hf") from error
-    with quiet_transformers():
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
         source = {"gguf_file": weights.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(weights.parent, **source)
         read = AutoModelForCausalLM.from_pretrained(weights.parent, dtype=torch.float32, **source)

@@ -16,7 +16,7 @@ import torch
 from kvkeep.demo.model import quiet_transformers
 from kvkeep.demo.outcome import DemoResult, Progress, Reply, compare
 from kvkeep.demo.prompts import Prompt, build_prompts
-from kvkeep.errors import MissingExtraError
+from kvkeep.errors import ConfigError, MissingExtraError
 
 #: Tokens of an answer, at most.
 ANSWER_TOKENS = 24
@@ -50,6 +50,7 @@ def run_transformers(model_name: str, questions: Sequence[str], progress: Progre
 
     Raises:
         MissingExtraError: transformers is not installed.
+        ConfigError: there is no such model.
         LayoutError: the model's cache is of a kind that kvkeep does not keep.
     """
     from kvkeep.connectors.hf import attach
@@ -86,9 +87,12 @@ def _load(model_name: str) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise MissingExtraError("the demo through transformers", "hf") from error
-    with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(model_name)
-        model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(model_name)
+            model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the model {model_name}: {error}") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return tokenizer, model.to(device).eval()
 

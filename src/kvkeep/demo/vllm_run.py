@@ -36,6 +36,7 @@ def run_vllm(model_name: str, questions: Sequence[str], progress: Progress) -> D
 
     Raises:
         MissingExtraError: vLLM is not installed.
+        KVKeepError: vLLM did not start.
     """
     require_vllm()
     steps = 2 * len(questions) + 4
@@ -82,16 +83,19 @@ def _start(model_name: str, transfer_config: dict[str, str] | None) -> Any:
     """A vLLM engine in float32 without its own prefix cache."""
     from vllm import LLM
 
-    return LLM(
-        model=model_name,
-        dtype="float32",
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        max_model_len=4096,
-        kv_cache_memory_bytes=KV_PAGES_BYTES,
-        kv_transfer_config=transfer_config,
-        disable_log_stats=False,
-    )
+    try:
+        return LLM(
+            model=model_name,
+            dtype="float32",
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            max_model_len=4096,
+            kv_cache_memory_bytes=KV_PAGES_BYTES,
+            kv_transfer_config=transfer_config,
+            disable_log_stats=False,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise KVKeepError(f"vLLM did not start with {model_name}: {error}") from error
 
 
 def _stop(engine: Any) -> None:
