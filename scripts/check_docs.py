@@ -88,6 +88,8 @@ def default_text(info: FieldInfo) -> str:
         return str(value).lower()
     if isinstance(value, float) and "parse_duration" in annotation:
         return f"{value:g}s"
+    if isinstance(value, int) and "parse_size" in annotation:
+        return f"{value >> 20}MiB"
     return str(value)
 
 

@@ -5,35 +5,37 @@ Called from the thread that sets a worker up and takes it down.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
-import psutil
-
 from kvkeep.backends.base import AllocatorBackendInterface, StorageBackendInterface
 from kvkeep.backends.local_cpu import LocalCPUBackend
+from kvkeep.backends.plugins import build_plugin
 from kvkeep.config import Settings
 from kvkeep.engine import CacheEngine
 from kvkeep.errors import ConfigError
 from kvkeep.gpu.base import GPUConnectorInterface
 from kvkeep.identity import CacheIdentity
-from kvkeep.memory.factory import initialize_allocator
+from kvkeep.memory.report import AllocatorReport
+from kvkeep.memory.sizing import DEFAULT_POOL_BYTES, WorkerPlace, default_pool_bytes
 from kvkeep.metrics import Metrics
+from kvkeep.opening_pool import open_pool, start_prefault
 from kvkeep.policy.names import create_policy
+from kvkeep.storage.health import HealthTimer
 from kvkeep.storage.manager import StorageManager
 from kvkeep.tokens import ChunkedTokenDatabase
+
+__all__ = ["DEFAULT_POOL_BYTES", "BackendFactory", "CacheManager", "default_pool_bytes"]
+
+_log = logging.getLogger(__name__)
 
 #: Makes a further tier out of the one whose memory it reads from and fills.
 BackendFactory = Callable[[AllocatorBackendInterface], StorageBackendInterface]
 
-#: Size of the pool, unless half of the available memory is less.
-DEFAULT_POOL_BYTES = 5_000_000_000
-
-
-def default_pool_bytes() -> int:
-    """Size of the pool without a setting: 5 GB or half of the available memory."""
-    return min(DEFAULT_POOL_BYTES, psutil.virtual_memory().available // 2)
+_ALONE = WorkerPlace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,15 @@ class CacheManager:
         storage: its tiers.
         metrics: what happened.
         settings: what it was built from.
+        allocator_report: what was chosen for the pool, and why.
     """
 
     engine: CacheEngine
     storage: StorageManager
     metrics: Metrics
     settings: Settings
+    allocator_report: AllocatorReport
+    _closing: ExitStack
 
     @classmethod
     def create(
@@ -59,6 +64,7 @@ class CacheManager:
         identity: CacheIdentity,
         connector: GPUConnectorInterface,
         *,
+        place: WorkerPlace = _ALONE,
         extra_backends: Sequence[BackendFactory] = (),
     ) -> CacheManager:
         """Build everything. What was built is closed again if a part cannot be.
@@ -67,10 +73,12 @@ class CacheManager:
             settings: all settings.
             identity: what the chunks belong to.
             connector: to the engine's caches; closed with the manager.
-            extra_backends: tiers below the CPU tier, in order of priority.
+            place: where the worker stands among others, and on which device.
+            extra_backends: tiers below the CPU tier, in order of priority, above the plugins.
 
         Raises:
-            ConfigError: the chunk size of the settings is not the identity's.
+            ConfigError: the chunk size of the settings is not the identity's, the machine cannot
+                give the pool that the settings ask for, or a plugin cannot be built.
             LayoutError: the connector moves another layout than the identity names, or a chunk is
                 no whole number of pages.
         """
@@ -81,24 +89,20 @@ class CacheManager:
             )
         tokens = ChunkedTokenDatabase(identity, save_unfull_chunk=settings.save_unfull_chunk)
         metrics = Metrics()
-        cpu = settings.cpu
-        allocator = initialize_allocator(
-            cpu.size if cpu.size is not None else default_pool_bytes(),
-            chunk_bytes=identity.layout.chunk_bytes(identity.chunk_size),
-            huge_pages=cpu.huge_pages,
-        )
-        opened: list[StorageBackendInterface] = []
-        try:
+        chunk_bytes = identity.layout.chunk_bytes(identity.chunk_size)
+        with ExitStack() as opened:
+            allocator, report = open_pool(settings.cpu, place, chunk_bytes)
+            opened.callback(allocator.close)
             first = LocalCPUBackend(
                 allocator,
-                create_policy(cpu.policy),
+                create_policy(settings.cpu.policy),
                 metrics=metrics,
-                alloc_timeout_s=cpu.alloc_timeout,
+                alloc_timeout_s=settings.cpu.alloc_timeout,
             )
-            opened.append(first)
-            opened.extend(make(first) for make in extra_backends)
+            opened.callback(first.close)
+            tiers = _open_tiers(settings, first, extra_backends, opened)
             storage = StorageManager(
-                opened,
+                tiers,
                 allocator_backend=first,
                 metrics=metrics,
                 lease_timeout_s=settings.lookup.lease,
@@ -108,17 +112,27 @@ class CacheManager:
                 gpu_connector=connector,
                 storage_manager=storage,
                 metrics=metrics,
+                health_timeout_s=settings.health.timeout,
             )
-        except BaseException:
-            for backend in reversed(opened):
-                backend.close()
-            allocator.close()
-            raise
-        return cls(engine, storage, metrics, settings)
+            opened.pop_all()  # from here on, the engine closes them
+            opened.callback(engine.close)
+            prefaulter = start_prefault(settings.cpu, allocator)
+            if prefaulter is not None:
+                opened.callback(prefaulter.close)
+            timer = HealthTimer(
+                engine.health,
+                interval_s=settings.health.interval,
+                timeout_s=settings.health.timeout,
+                on_error=lambda error: metrics.failure("engine", "health", type(error).__name__),
+            )
+            opened.callback(timer.close)
+            closing = opened.pop_all()
+        _log.info("pool: %s", "; ".join(report.lines()))
+        return cls(engine, storage, metrics, settings, report, closing)
 
     def close(self) -> None:
         """End everything; a second call does nothing."""
-        self.engine.close()
+        self._closing.close()
 
     def __enter__(self) -> CacheManager:
         return self
@@ -130,3 +144,21 @@ class CacheManager:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _open_tiers(
+    settings: Settings,
+    first: LocalCPUBackend,
+    extra_backends: Sequence[BackendFactory],
+    opened: ExitStack,
+) -> list[StorageBackendInterface]:
+    """The CPU tier and all below it, in order of priority; ``opened`` closes what was made."""
+    tiers: list[StorageBackendInterface] = [first]
+    for make in extra_backends:
+        tiers.append(make(first))
+        opened.callback(tiers[-1].close)
+    for plugin in settings.plugins:
+        taken = [tier.name for tier in tiers]
+        tiers.append(build_plugin(plugin, first, taken=taken))
+        opened.callback(tiers[-1].close)
+    return tiers

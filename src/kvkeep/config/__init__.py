@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from kvkeep.config.load import LoadedSettings, load_settings, resolve_settings
-from kvkeep.config.settings import CpuSettings, IdentitySettings, LookupSettings, Settings
+from kvkeep.config.settings import (
+    CpuSettings,
+    HealthSettings,
+    IdentitySettings,
+    LookupSettings,
+    PluginSettings,
+    Settings,
+)
 
 __all__ = [
     "CpuSettings",
+    "HealthSettings",
     "IdentitySettings",
     "LoadedSettings",
     "LookupSettings",
+    "PluginSettings",
     "Settings",
     "load_settings",
     "resolve_settings",

@@ -26,6 +26,14 @@ ENV_PREFIX = "KVKEEP_"
 ENV_CONFIG = "KVKEEP_CONFIG"
 #: Variables that are no settings: the YAML file, and the folder of the demo's model.
 ENV_OTHER = frozenset({ENV_CONFIG, "KVKEEP_MODEL_DIR"})
+#: Settings that are no plain value: in the environment they are written in YAML's short form.
+_YAML_TEXTS = {
+    "identity.tags": "a mapping like {team: a}",
+    "cpu.numa": "auto, off or a map like {0: 0, 1: 1}",
+    "plugins": "a list like [{name: mine, module: package.module:Class}]",
+}
+#: Settings that may hold secrets, so that no message shows their values.
+_SECRET = frozenset({"plugins"})
 #: Prefixes of variables that only the tests read.
 ENV_TEST_PREFIXES = ("KVKEEP_TEST_", "KVKEEP_STRESS_")
 
@@ -188,13 +196,15 @@ def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
 
 
 def _read_text(path: str, text: str, origin: str) -> object:
-    """A setting's value from a text: numbers and flags as they are, tags as a YAML mapping."""
+    """A setting's value from a text: numbers and flags as they are, lists and mappings as YAML."""
     info = _FIELDS[path]
-    if path == "identity.tags":
+    if path in _YAML_TEXTS:
         try:
-            return yaml.load(text, _UniqueKeyLoader)
+            value = yaml.load(text, _UniqueKeyLoader)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{path} ({origin}) is no mapping like {{team: a}}") from error
+            cause = None if path in _SECRET else error  # which would quote the text
+            raise ConfigError(f"{path} ({origin}) is not {_YAML_TEXTS[path]}") from cause
+        return text if isinstance(value, bool) else value  # YAML reads off as False
     adapter: TypeAdapter[object] = TypeAdapter(
         info.rebuild_annotation(), config=ConfigDict(strict=True)
     )
@@ -228,7 +238,8 @@ def _explain(error: ValidationError, given: Mapping[str, _Given], path: str = ""
         text = problem["msg"].removeprefix("Value error, ")
         if where:
             item = given[where]
-            text = f"{where} = {item.value!r} ({item.origin}): {text}"
+            shown = place if where in _SECRET else f"{where} = {item.value!r}"
+            text = f"{shown} ({item.origin}): {text}"
         else:
             named = [f"{known} by {given[known].origin}" for known in given if known in text]
             text += f" [given: {', '.join(named)}]" if named else ""

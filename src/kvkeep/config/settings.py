@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from kvkeep.config.units import DurationSeconds, SizeBytes
+from kvkeep.config.units import DurationSeconds, SizeBytes, SizeBytesOrZero
 
 
 def _lower(value: object) -> object:
@@ -28,8 +28,29 @@ def _sorted_pairs(value: object) -> object:
     return tuple(sorted(value.items()))
 
 
+def _node_map(value: object) -> object:
+    """A mapping of GPU to node, whose numbers may be texts as in JSON, as sorted pairs."""
+    if value is False:  # YAML reads off without quotes so
+        return "off"
+    if not isinstance(value, Mapping):
+        return value
+    numbers = [(str(gpu), str(node)) for gpu, node in value.items()]
+    if not all(part.isascii() and part.isdecimal() for pair in numbers for part in pair):
+        raise ValueError("write the map as numbers of GPUs and of memory nodes, like {0: 0, 1: 1}")
+    return tuple(sorted((int(gpu), int(node)) for gpu, node in numbers))
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
 PolicyName = Annotated[Literal["fifo", "lru", "lfu", "mru"], BeforeValidator(_lower)]
 Tags = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_sorted_pairs)]
+
+
+#: GPU number and memory node.
+NodeMap = tuple[tuple[int, int], ...]
+Placement = Annotated[Literal["auto", "off"] | NodeMap, BeforeValidator(_node_map)]
 
 
 class _Frozen(BaseModel):
@@ -43,11 +64,47 @@ class CpuSettings(_Frozen):
 
     size: SizeBytes | None = Field(
         None,
-        description="Size of the pool. Unset: 5 GB or half of the available memory, whichever is "
-        "less.",
+        description="Size of the pool. Unset: 5 GB or half of the available memory (of this "
+        "worker's share of it), whichever is less.",
     )
     policy: PolicyName = Field(
         "lru", description="Order of eviction: fifo, lru, lfu or mru, in any case."
+    )
+    first_rank_size: SizeBytes | None = Field(
+        None,
+        description="Size of the pool of rank 0 where the KV is the same on every rank "
+        "(latent attention); the other ranks have `cpu.size`. Unset: `cpu.size`.",
+    )
+    reserve: SizeBytes | None = Field(
+        None,
+        description="Make pools smaller where they would leave less than this of the memory that "
+        "is available at the start. Unset: no such limit.",
+    )
+    buffers: SizeBytesOrZero = Field(
+        16 << 20,
+        description="Memory for byte buffers of tiers and plugins, beside the pool. 0B: they come "
+        "out of the pool.",
+    )
+    allocator: Literal["mixed", "paged"] = Field(
+        "mixed",
+        description="mixed: a pool for KV and one for byte buffers. paged: one range of equal "
+        "slots on memory pages, which can be registered for transfers between nodes.",
+    )
+    numa: Placement = Field(
+        "auto",
+        description="Memory node of the pool: auto takes the one nearest to the worker's GPU, off "
+        "leaves it to the system, a map of GPU to node like {0: 0, 1: 1} says it.",
+    )
+    shared_name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,179}$",
+        description="Put the pool into shared memory of this name, with `-RANK` behind it where "
+        "there are several ranks. Unset: memory of the process alone.",
+    )
+    prefault: SizeBytesOrZero = Field(
+        256 << 20,
+        description="So much of the pool is committed ahead of its first use, in the background. "
+        "0B: each request pays for the memory that it is the first to use.",
     )
     alloc_timeout: DurationSeconds = Field(
         5.0, description="How long a load waits for memory to be released before it is a miss."
@@ -95,6 +152,49 @@ class IdentitySettings(_Frozen):
     tags: Tags = Field((), description="Names and values that keep this cache apart from others.")
 
 
+class HealthSettings(_Frozen):
+    """How often tiers are asked whether they can serve."""
+
+    interval: DurationSeconds = Field(
+        5.0,
+        description="Between two checks of the tiers' health. An unhealthy tier is left out until "
+        "it recovers.",
+    )
+    timeout: DurationSeconds = Field(
+        2.0, description="A tier that has not answered by then is unhealthy."
+    )
+
+
+class PluginSettings(_Frozen):
+    """A tier of somebody else's, see docs/plugins.md.
+
+    Attributes:
+        name: name of the tier.
+        module: ``package.module:Class``.
+        entry_point: name in the entry point group ``kvkeep.backends``.
+        settings: handed to the plugin as they are; may hold secrets.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    module: str | None = Field(None, pattern=r"^[\w.]+:[\w.]+$")
+    entry_point: str | None = Field(None, min_length=1)
+    settings: dict[str, Any] = Field(default_factory=dict, repr=False)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> PluginSettings:
+        if (self.module is None) == (self.entry_point is None):
+            raise ValueError(
+                f"plugin {self.name} needs either module (package.module:Class) or entry_point"
+            )
+        return self
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.module, self.entry_point))
+
+
+Plugins = Annotated[tuple[PluginSettings, ...], BeforeValidator(_as_tuple)]
+
+
 class Settings(_Frozen):
     """All settings of kvkeep."""
 
@@ -113,6 +213,12 @@ class Settings(_Frozen):
     cpu: CpuSettings = Field(default_factory=CpuSettings)
     lookup: LookupSettings = Field(default_factory=LookupSettings)
     identity: IdentitySettings = Field(default_factory=IdentitySettings)
+    health: HealthSettings = Field(default_factory=HealthSettings)
+    plugins: Plugins = Field(
+        (),
+        description="Further tiers, below all others: a list of {name, module or entry_point, "
+        "settings}. See docs/plugins.md.",
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
@@ -124,4 +230,7 @@ class Settings(_Frozen):
         names = [name for name, _ in self.identity.tags]
         if len(set(names)) != len(names):
             raise ValueError(f"identity.tags names a tag twice: {names}")
+        names = [plugin.name for plugin in self.plugins]
+        if len(set(names)) != len(names):
+            raise ValueError(f"plugins gives a name twice: {names}")
         return self

@@ -53,6 +53,9 @@ def parse_duration(value: object) -> object:
 #: A number of bytes.
 SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=SMALLEST_SIZE_BYTES)]
 
+#: A number of bytes, or 0 for none.
+SizeBytesOrZero = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+
 #: A positive, finite number of seconds.
 DurationSeconds = Annotated[
     float, BeforeValidator(parse_duration), Field(gt=0, allow_inf_nan=False)

@@ -20,6 +20,13 @@ EXAMPLES = {
     "store_decode": "true",
     "cpu.size": "20GiB",
     "cpu.policy": "FIFO",
+    "cpu.first_rank_size": "40GiB",
+    "cpu.reserve": "2GB",
+    "cpu.buffers": "0B",
+    "cpu.allocator": "paged",
+    "cpu.numa": "{0: 1, 1: 0}",
+    "cpu.shared_name": "pool-a",
+    "cpu.prefault": "1GiB",
     "cpu.alloc_timeout": "500ms",
     "cpu.huge_pages": "false",
     "cpu.copy_threads": "2",
@@ -29,6 +36,9 @@ EXAMPLES = {
     "identity.model": "example/model",
     "identity.revision": "r1",
     "identity.tags": "{team: search}",
+    "health.interval": "1s",
+    "health.timeout": "100ms",
+    "plugins": "[{name: far, module: 'a.b:C', settings: {url: x}}]",
 }
 
 
@@ -251,3 +261,61 @@ def test_two_mistakes_are_told_together():
         load_settings(extra={"chunk_size": 0, "cpu.size": "1"})
     assert "chunk_size" in str(caught.value)
     assert "cpu.size" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["auto", "off"])
+def test_numa_without_a_map(text, yaml_file):
+    """YAML reads off as false; it is off all the same."""
+    for loaded in (
+        load_settings(yaml_path=yaml_file(f"cpu: {{numa: {text}}}")),
+        load_settings(env={"KVKEEP_CPU_NUMA": text}),
+        load_settings(extra={"cpu.numa": text}),
+    ):
+        assert loaded.cpu.numa == text
+
+
+def test_numa_as_a_map_of_json_has_numbers_as_texts():
+    assert load_settings(extra={"cpu.numa": {"1": 0, "0": 1}}).cpu.numa == ((0, 1), (1, 0))
+
+
+@pytest.mark.parametrize("value", [True, "close", {"gpu": 0}, {0: -1}, {0: None}, [[0, 1]]])
+def test_what_numa_cannot_be(value):
+    with pytest.raises(ConfigError, match=r"cpu\.numa"):
+        load_settings(extra={"cpu.numa": value})
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        ({"name": "far"}, "plugin far needs either module .* or entry_point"),
+        ({"name": "far", "module": "a:B", "entry_point": "b"}, "needs either module"),
+        ({"name": "far", "module": "a.b"}, r"plugins\.0\.module"),
+        ({"name": "far away", "module": "a:B"}, r"plugins\.0\.name"),
+        ({"name": "far", "modul": "a:B"}, r"plugins\.0\.modul \(extra config\): Extra inputs"),
+        ({"module": "a:B"}, r"plugins\.0\.name \(extra config\): Field required"),
+    ],
+)
+def test_a_malformed_plugin_is_told_without_its_secrets(plugin, message):
+    """Spec 13.2: the value of a setting that may hold secrets stands in no message."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_settings(extra={"plugins": [{**plugin, "settings": {"password": "hunter2"}}]})
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(env={"KVKEEP_PLUGINS": "[{name: hunter2"})
+    assert "hunter2" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_plugins_do_not_show_their_settings_and_can_be_hashed():
+    loaded = load_settings(
+        extra={"plugins": [{"name": "far", "module": "a:B", "settings": {"password": "hunter2"}}]}
+    )
+    assert loaded.plugins[0].settings == {"password": "hunter2"}
+    assert "hunter2" not in repr(loaded)
+    assert hash(loaded) == hash(loaded.model_copy())
+
+
+def test_two_plugins_need_two_names():
+    plugin = {"name": "far", "module": "a:B"}
+    with pytest.raises(ConfigError, match="plugins gives a name twice"):
+        load_settings(extra={"plugins": [plugin, plugin]})

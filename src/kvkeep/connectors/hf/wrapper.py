@@ -38,6 +38,7 @@ from kvkeep.errors import LayoutError, MissingExtraError
 from kvkeep.gpu.dense import DenseGPUConnector
 from kvkeep.identity import TAG_PREFIX, CacheIdentity
 from kvkeep.manager import CacheManager
+from kvkeep.memory.sizing import WorkerPlace
 from kvkeep.tokens import PLAIN, RequestScope, make_scope
 
 #: Tokens of the caches on which the layout is tried out when a model is attached.
@@ -90,7 +91,9 @@ def attach(
     )
     connector = DenseGPUConnector(caches.layout)
     connector.register_kv_caches(caches.allocate(SELF_TEST_TOKENS))
-    manager = CacheManager.create(settings, identity, connector)
+    device = torch.device(model.device)
+    place = WorkerPlace(cuda_device=device.index if device.type == "cuda" else None)
+    manager = CacheManager.create(settings, identity, connector, place=place)
     return KVKeepModel(model, manager, caches, weights)
 
 
