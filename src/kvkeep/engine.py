@@ -335,10 +335,7 @@ class CacheEngine:
         )
 
     def close(self) -> None:
-        """End all leases and copies and close connector and tiers; a second call does nothing.
-
-        Verbs that are called later do nothing and say so, like those of an unhealthy engine.
-        """
+        """End all leases and copies, close connector and tiers; later calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
