@@ -140,10 +140,10 @@ class ReuseModel:
 
     def indices(self, num_chunks: int) -> list[list[float]]:
         """The Gittins index by class and bucket of age; see :meth:`hazards`."""
-        hazards = self.hazards(num_chunks)
+        hazards = np.maximum(self.hazards(num_chunks), 1e-12)
         survival = np.exp(-hazards * self._widths)
-        used = 1 - survival
-        kept = used / np.maximum(hazards, 1e-12)
+        used = -np.expm1(-hazards * self._widths)
+        kept = used / hazards
         index = np.empty_like(hazards)
         for start in range(NUM_BUCKETS):
             reached = np.ones((len(hazards), NUM_BUCKETS - start))
