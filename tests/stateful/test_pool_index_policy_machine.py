@@ -65,8 +65,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     policy = "lru"
 
-    @initialize()
-    def start(self):
+    @initialize(first=st.permutations(range(len(KEYS))), count=st.integers(0, CAPACITY))
+    def start(self, first, count):
         self.metrics = Metrics()
         allocator = initialize_allocator(CAPACITY * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
         self.pool = LocalCPUBackend(allocator, create_policy(self.policy), metrics=self.metrics)
@@ -78,6 +78,8 @@ class PoolMachine(RuleBasedStateMachine):
         # Which object a number stands for: it changes when a chunk is removed and put again.
         self.generation = dict.fromkeys(range(len(KEYS)), 0)
         self.held: dict[tuple[int, int], int] = {}
+        if count:
+            self.put(first[:count])
 
     def _hold(self, batch, change):
         for number in batch:
@@ -126,12 +128,22 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(batch=batches)
     def put(self, batch):
         objs = self._allocate(len(batch))
-        if objs is None:
-            return
+        if objs is not None:
+            self._put(batch, objs)
+
+    @rule(run=prefixes)
+    def store(self, run):
+        """As an engine does: what is missing of a prompt, without evicting the rest of it."""
+        missing = [number for number in run if number not in self.order.entries]
+        objs = self._allocate(len(missing), protect=run)
+        if objs is not None:
+            self._put(missing, objs)
+
+    def _put(self, batch, objs):
         keys = [KEYS[number] for number in batch]
         for key, obj in zip(keys, objs, strict=True):
             obj.array[:] = np.frombuffer(bytes_of(key), np.uint8)
-        new = [n for i, n in enumerate(batch) if n not in self.order.entries and n not in batch[:i]]
+        new = [number for number in dict.fromkeys(batch) if number not in self.order.entries]
         with References(objs) as mine:
             outcomes = self.pool.batched_submit_put_task(keys, mine.objects)
         for index, number in enumerate(batch):
@@ -211,8 +223,10 @@ class PoolMachine(RuleBasedStateMachine):
         for number in present:
             self._forget(number)
 
-    @rule()
-    def clear(self):
+    @rule(chance=st.integers(0, 9))
+    def clear(self, chance):
+        if chance:
+            return
         assert self.pool.clear() == len(self.order.entries)
         for number in list(self.order.entries):
             self._forget(number)
@@ -221,7 +235,11 @@ class PoolMachine(RuleBasedStateMachine):
     def index_pool_and_counters_agree(self):
         if not hasattr(self, "pool"):
             return
-        assert set(self.pool.keys()) == {KEYS[number] for number in self.order.entries}
+        in_order = self.pool._policy.get_evict_candidates(
+            self.pool.hot_cache, len(KEYS), lambda obj: True
+        )
+        assert in_order == [KEYS[number] for number in self.order.ranked()]
+        assert set(self.pool.keys()) == set(in_order)
         report = self.pool.memcheck()
         assert report.num_objects == self._used_slots()
         assert report.used_bytes + report.free_bytes == report.capacity_bytes
@@ -263,5 +281,5 @@ def again(obj):
 def test_pool_index_and_policy(policy):
     machine = type(f"PoolMachine_{policy}", (PoolMachine,), {"policy": policy})
     case = machine.TestCase
-    case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    case.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
     case().runTest()

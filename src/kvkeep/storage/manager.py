@@ -271,10 +271,6 @@ class StorageManager:
         What comes from another tier than the first is put into the first one as well. A tier that
         fails, or is left out, has nothing.
 
-        Args:
-            keys: the chunks.
-            location: name of the tier.
-
         Raises:
             ValueError: there is no such tier.
         """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 
+import numpy as np
 import pytest
 
 from kvkeep.backends.base import PutOutcome
@@ -14,7 +16,16 @@ from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
 from kvkeep.storage.manager import StorageManager
-from kvkeep.testing.chunks import DTYPE, SHAPE, check_found, fill, make_key, make_keys, make_pool
+from kvkeep.testing.chunks import (
+    DTYPE,
+    SHAPE,
+    bytes_of,
+    check_found,
+    fill,
+    make_key,
+    make_keys,
+    make_pool,
+)
 from kvkeep.testing.storage import open_storage, store
 
 L1, L2, L3 = "LocalCPUBackend", "DictBackend", "far"
@@ -383,3 +394,46 @@ def test_keys_of_models_with_paths_do_not_collide():
             assert number == len(manager.storage_backends[L1].keys())
             store(manager, [key])
         assert check_found(keys, manager.batched_get(keys, L2)) == [True] * len(models)
+
+
+def test_threads_over_a_pool_that_is_too_small():
+    """Eight threads store, look up, load and remove over two tiers; evictions never stop."""
+    keys = make_keys(24)
+    finished = []
+
+    def work(manager, number):
+        chance = random.Random(number)
+        for step in range(60):
+            lookup_id = f"{number}-{step}"
+            start = chance.randrange(len(keys))
+            prompt = keys[start : start + chance.randrange(1, 8)]
+            lease = manager.leases.open(lookup_id)
+            found = manager.batched_contains(prompt, pin=lease)
+            manager.leases.keep(lookup_id, lease)
+            missing = prompt[found:]
+            objs = manager.allocate_prefix(SHAPE, DTYPE, len(missing), FMT, protect=prompt)
+            for key, obj in zip(missing, objs, strict=False):
+                obj.array[:] = np.frombuffer(bytes_of(key), np.uint8)
+            manager.batched_put(missing[: len(objs)], objs)
+            lease = manager.leases.claim(lookup_id)
+            held = check_found(prompt, [lease.get(key) for key in prompt])
+            assert held == [True] * found + [False] * len(missing)
+            lease.release()
+            for run in manager.get_block_mapping(prompt):
+                part = prompt[run.start : run.end]
+                check_found(part, manager.batched_get(part, run.location))
+            if chance.random() < 0.2:
+                manager.batched_remove(prompt[:2], [chance.choice([L1, L2])])
+        finished.append(number)
+
+    with open_storage(one_below, capacity=10) as manager:
+        manager.allocator_backend._alloc_timeout_s = 0.02
+        threads = [threading.Thread(target=work, args=(manager, number)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert sorted(finished) == list(range(8))
+        snapshot = manager.metrics.snapshot()
+        assert snapshot['kvkeep_evictions_total{tier="LocalCPUBackend"}'] > 100
+        assert not any(name.startswith("kvkeep_failures_total") for name in snapshot)
