@@ -14,6 +14,8 @@ from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
 from kvkeep.manager import CacheManager
+from kvkeep.memory.factory import tensor_pool
+from kvkeep.memory.pool import PoolAllocator
 from kvkeep.tokens import ChunkedTokenDatabase
 
 
@@ -27,6 +29,7 @@ class Made:
         caches: one tensor per layer, dim 0 is the page.
         page_size: tokens in a page.
         order: shuffled page numbers; token t lies in page ``order[t // page_size]``.
+        pool: where chunks of the CPU tier are.
     """
 
     engine: CacheEngine
@@ -34,6 +37,7 @@ class Made:
     caches: list[torch.Tensor]
     page_size: int
     order: torch.Tensor
+    pool: PoolAllocator
 
     @property
     def tokens(self) -> ChunkedTokenDatabase:
@@ -96,8 +100,11 @@ def make_engine(
     connector = PagedGPUConnector(layout)
     connector.register_kv_caches(caches)
     size = num_chunks * layout.chunk_bytes(chunk_size)
-    settings = load_settings(env={}, extra={"chunk_size": chunk_size, "cpu.size": f"{size}B"})
+    settings = load_settings(
+        extra={"chunk_size": chunk_size, "cpu.size": f"{size}B", "cpu.prefault": "0B"}
+    )
     generator = torch.Generator().manual_seed(7)
     order = torch.randperm(num_pages, generator=generator)
     with CacheManager.create(settings, identity, connector) as manager:
-        yield Made(manager.engine, identity, caches, page_size, order)
+        pool = tensor_pool(manager.storage.allocator_backend.allocator)
+        yield Made(manager.engine, identity, caches, page_size, order, pool)
