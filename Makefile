@@ -21,6 +21,7 @@ test: $(VENV)/.test $(VENV)/.vllm ## All tests, real engines with a real model i
 	@$(PY) -m pytest
 
 test-fast: export KVKEEP_STRESS_SECONDS ?= 5
+test-fast: export KVKEEP_STRESS_KILLS ?= 20
 test-fast: $(VENV)/.test ## All tests except those of real engines
 	@$(PY) -m pytest --ignore=tests/engine
 

@@ -42,6 +42,7 @@ LAYERS = {
     "tagged_keys": 5,
     "manager": 5,
     "opening_pool": 5,
+    "opening_disk": 5,
     "lookup": 5,
     "cli": 6,
     "connectors": 6,

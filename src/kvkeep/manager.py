@@ -22,6 +22,7 @@ from kvkeep.identity import CacheIdentity
 from kvkeep.memory.report import AllocatorReport
 from kvkeep.memory.sizing import DEFAULT_POOL_BYTES, WorkerPlace, default_pool_bytes
 from kvkeep.metrics import Metrics
+from kvkeep.opening_disk import open_disk
 from kvkeep.opening_pool import open_pool, start_prefault
 from kvkeep.policy.names import create_policy
 from kvkeep.storage.health import HealthTimer
@@ -74,7 +75,7 @@ class CacheManager:
             identity: what the chunks belong to.
             connector: to the engine's caches; closed with the manager.
             place: where the worker stands among others, and on which device.
-            extra_backends: tiers below the CPU tier, in order of priority, above the plugins.
+            extra_backends: tiers below the CPU and disk tiers, in order, above the plugins.
 
         Raises:
             ConfigError: the chunk size of the settings is not the identity's, the machine cannot
@@ -100,7 +101,12 @@ class CacheManager:
                 alloc_timeout_s=settings.cpu.alloc_timeout,
             )
             opened.callback(first.close)
-            tiers = _open_tiers(settings, first, extra_backends, opened)
+            tiers: list[StorageBackendInterface] = [first]
+            disk = open_disk(settings, first, identity, metrics)
+            if disk is not None:
+                opened.callback(disk.close)
+                tiers.append(disk)
+            _open_further_tiers(settings, tiers, extra_backends, opened)
             storage = StorageManager(
                 tiers,
                 allocator_backend=first,
@@ -146,14 +152,14 @@ class CacheManager:
         self.close()
 
 
-def _open_tiers(
+def _open_further_tiers(
     settings: Settings,
-    first: LocalCPUBackend,
+    tiers: list[StorageBackendInterface],
     extra_backends: Sequence[BackendFactory],
     opened: ExitStack,
-) -> list[StorageBackendInterface]:
-    """The CPU tier and all below it, in order of priority; ``opened`` closes what was made."""
-    tiers: list[StorageBackendInterface] = [first]
+) -> None:
+    """Add the caller's tiers and the plugins to ``tiers``; ``opened`` closes what was made."""
+    first = tiers[0].get_allocator_backend()
     for make in extra_backends:
         tiers.append(make(first))
         opened.callback(tiers[-1].close)
@@ -161,4 +167,3 @@ def _open_tiers(
         taken = [tier.name for tier in tiers]
         tiers.append(build_plugin(plugin, first, taken=taken))
         opened.callback(tiers[-1].close)
-    return tiers

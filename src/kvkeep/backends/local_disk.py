@@ -160,6 +160,8 @@ class LocalDiskBackend(StorageBackendInterface):
             )
             self._wait(probing, deadline - time.monotonic(), "lookup")
             length = self._index.run_length(keys)
+        if length < len(keys):
+            self._index.note_chain(keys[max(0, length - 1) :])
         if pin is None or not length:
             return length
         with self._loads.load_run(keys[:length], deadline) as held:

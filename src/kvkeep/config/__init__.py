@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvkeep.config.load import LoadedSettings, load_settings, resolve_settings
 from kvkeep.config.settings import (
     CpuSettings,
+    DiskSettings,
     HealthSettings,
     IdentitySettings,
     LookupSettings,
@@ -14,6 +15,7 @@ from kvkeep.config.settings import (
 
 __all__ = [
     "CpuSettings",
+    "DiskSettings",
     "HealthSettings",
     "IdentitySettings",
     "LoadedSettings",

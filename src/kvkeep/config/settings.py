@@ -118,6 +118,40 @@ class CpuSettings(_Frozen):
     )
 
 
+class DiskSettings(_Frozen):
+    """The tier on a local disk, see docs/disk.md."""
+
+    path: Path | None = Field(
+        None,
+        strict=False,
+        description="Directory of the disk tier, on a local file system; several processes may "
+        "share it. Unset: there is no disk tier.",
+    )
+    size: SizeBytes = Field(
+        20 << 30,
+        description="Most bytes of files in the directory, over all processes that share it.",
+    )
+    policy: PolicyName = Field("lru", description="Order of eviction from the disk.")
+    threads: int = Field(
+        4, ge=2, le=256, description="Threads for file I/O; one of them serves loads only."
+    )
+    queue: SizeBytes = Field(
+        1 << 30,
+        description="Memory that stores which wait for the disk may hold, and at most a quarter of "
+        "the pool. Stores beyond it are dropped.",
+    )
+    load_timeout: DurationSeconds = Field(
+        10.0, description="A load from the disk that takes longer is a miss."
+    )
+
+    @model_validator(mode="after")
+    def _check_path(self) -> DiskSettings:
+        others = sorted(self.model_fields_set - {"path"})
+        if self.path is None and others:
+            raise ValueError(f"disk.{others[0]} has no effect without disk.path")
+        return self
+
+
 class LookupSettings(_Frozen):
     """How the scheduler asks the workers what is stored."""
 
@@ -211,6 +245,7 @@ class Settings(_Frozen):
         False, description="Store generated tokens, too, once they fill a chunk."
     )
     cpu: CpuSettings = Field(default_factory=CpuSettings)
+    disk: DiskSettings = Field(default_factory=DiskSettings)
     lookup: LookupSettings = Field(default_factory=LookupSettings)
     identity: IdentitySettings = Field(default_factory=IdentitySettings)
     health: HealthSettings = Field(default_factory=HealthSettings)

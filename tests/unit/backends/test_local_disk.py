@@ -163,7 +163,24 @@ def test_a_lookup_that_pins_has_read_the_chunks(pool, open_disk, tmp_path):
     assert check_found(KEYS, [lease.get(key) for key in KEYS]) == [True] * 8
     assert pool.batched_contains(KEYS) == 8, "promoted to the first tier, too"
     lease.release()
+    pool.clear()
     assert not disk.batched_contains(KEYS, pin=Lease("other", time.monotonic() + 60))
+
+
+def test_a_pinning_lookup_does_not_read_what_the_cpu_tier_has(pool, open_disk):
+    """Spec 4.6 hands a whole run to this tier, parts of which may be in memory already."""
+    metrics = Metrics()
+    disk = open_disk(metrics=metrics)
+    put(disk, pool, KEYS)
+    pool.clear()
+    put(pool, pool, KEYS[2:5])
+    lease = Lease("request", time.monotonic() + 60)
+    assert disk.batched_contains(KEYS, pin=lease) == 8
+    loaded = metrics.snapshot()['kvkeep_bytes_total{tier="LocalDiskBackend",direction="load"}']
+    assert loaded == 5 * CHUNK_BYTES
+    assert pool.memcheck().num_objects == 8
+    assert check_found(KEYS, [lease.get(key) for key in KEYS]) == [True] * 8
+    lease.release()
 
 
 def test_a_pinning_lookup_answers_only_for_what_verifies(pool, open_disk, tmp_path):
@@ -207,7 +224,7 @@ def test_a_pinning_lookup_does_not_evict_its_own_prompt(tmp_path):
     put(pool, pool, KEYS[4:])
     put(pool, pool, make_keys(4, first=50))
     lease = Lease("request", time.monotonic() + 60)
-    assert disk.batched_contains(KEYS, pin=lease) == 4
+    assert disk.batched_contains(KEYS, pin=lease) == 8
     assert pool.batched_contains(KEYS) == 8
     lease.release()
     disk.close()

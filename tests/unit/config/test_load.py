@@ -39,7 +39,16 @@ EXAMPLES = {
     "health.interval": "1s",
     "health.timeout": "100ms",
     "plugins": "[{name: far, module: 'a.b:C', settings: {url: x}}]",
+    "disk.path": "/var/cache/kvkeep",
+    "disk.size": "7GiB",
+    "disk.policy": "fifo",
+    "disk.threads": "3",
+    "disk.queue": "5MiB",
+    "disk.load_timeout": "3s",
 }
+#: What a section's settings have no effect without, which is an error (fault 46).
+NEEDED = {"disk": {"disk.path": "/var/cache/kvkeep"}}
+NEEDED_BY_NONE = ("disk.path",)
 
 
 @pytest.fixture
@@ -87,17 +96,20 @@ def test_every_setting_has_an_example_here():
 def test_every_setting_can_be_given_in_every_source(path, yaml_file):
     """Fault 45: what is set takes effect, from wherever it comes, and says where from."""
     text = EXAMPLES[path]
-    from_yaml = resolve_settings(yaml_path=yaml_file(as_yaml(path, text)))
-    from_env = resolve_settings(env={env_name(path): text})
+    needed = NEEDED.get(path.partition(".")[0], {}) if path not in NEEDED_BY_NONE else {}
+    needed_env = {env_name(name): value for name, value in needed.items()}
+    from_yaml = resolve_settings(yaml_path=yaml_file(as_yaml(path, text)), env=needed_env)
+    from_env = resolve_settings(env={env_name(path): text, **needed_env})
     values = [value_of(loaded.settings, path) for loaded in (from_yaml, from_env)]
     assert values[0] == values[1] != value_of(Settings(), path)
-    assert from_yaml.origins == {path: str(yaml_file(as_yaml(path, text)))}
-    assert from_env.origins == {path: f"environment variable {env_name(path)}"}
+    with_needed = {name: f"environment variable {env_name(name)}" for name in needed}
+    assert from_yaml.origins == {path: str(yaml_file(as_yaml(path, text))), **with_needed}
+    assert from_env.origins == {path: f"environment variable {env_name(path)}", **with_needed}
     raw = {"identity.tags": {"team": "search"}}.get(path, values[0])
     for extra in ({path: raw}, nested(path, raw)):
-        loaded = resolve_settings(extra=extra)
+        loaded = resolve_settings(extra=extra, env=needed_env)
         assert value_of(loaded.settings, path) == values[0]
-        assert loaded.origins == {path: "extra config"}
+        assert loaded.origins == {path: "extra config", **with_needed}
 
 
 def nested(path: str, value: object) -> dict:

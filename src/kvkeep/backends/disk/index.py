@@ -84,6 +84,11 @@ class DiskIndex:
                     return position
         return len(keys)
 
+    def note_chain(self, keys: Sequence[ChunkKey]) -> None:
+        """Chunks follow each other in one prompt; all but the first are missing here."""
+        with self._lock:
+            self._policy.note_chain(keys)
+
     def begin(self, chunks: Iterable[tuple[ChunkKey, ChunkMeta]]) -> dict[ChunkKey, DiskEntry]:
         """Make invisible entries for chunks to write, those without one already.
 

@@ -51,21 +51,27 @@ class DiskLoads:
         self._reports = reports
 
     def load_run(self, keys: Sequence[ChunkKey], deadline: float) -> References:
-        """The longest run from the first key on that is read and verified by the deadline.
+        """The longest run from the first key on that is in memory, verified, by the deadline.
 
-        Never waits for memory: the run ends where there is none.
+        What the CPU tier has is not read again. Never waits for memory: the run ends where there is
+        none.
         """
         held = References()
-        with self._batch() as batch:
+        there = self._allocator_backend.batched_get_blocking(keys)
+        with References(there), self._batch() as batch:
             for position, key in enumerate(keys):
+                if there[position] is not None:
+                    continue
                 meta = self._index.find(key)
                 if meta is None or not (objs := self._allocate_what_fits(meta, 1, keys)):
                     break
                 batch.start(position, key, meta, objs[0])
-            for position in range(len(keys)):
-                obj = batch.take(position, deadline)
+            for position, kept in enumerate(there):
+                obj = kept if kept is not None else batch.take(position, deadline)
                 if obj is None:
                     break
+                if kept is not None:
+                    kept.ref_count_up()
                 held.adopt([obj])
         return held
 
