@@ -73,7 +73,9 @@ def _numa(cpu: CpuSettings, place: WorkerPlace) -> tuple[int | None, Choice]:
 def _decided(cpu: CpuSettings, size: Choice) -> list[Choice]:
     """What the settings decided before there was an allocator."""
     is_paged = cpu.allocator == "paged"
-    why = "slots can be registered for transfers between nodes" if is_paged else "KV and buffers"
+    why = "KV and byte buffers have a pool each"
+    if is_paged:
+        why = "slots can be registered for transfers; byte buffers take slots, not cpu.buffers"
     ahead = f"{cpu.prefault} bytes ahead" if cpu.prefault else "when it is first used"
     return [
         Choice("allocator", cpu.allocator, why),

@@ -91,6 +91,7 @@ def test_slots_that_can_be_registered() -> None:
     with Built(allocator="paged") as built:
         built.works()
         assert built.report.allocator == "PagedCpuGpuMemoryAllocator"
+        assert "take slots, not cpu.buffers" in built.report.choice("allocator").why
         export = built.allocator.export()
         assert (export.slot_bytes, export.num_slots) == (mmap.PAGESIZE, MIB // mmap.PAGESIZE)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import BackendError
 from kvkeep.keys import ChunkKey
+from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.batches import batched_unpin
 
 if TYPE_CHECKING:
     from kvkeep.backends.base import StorageBackendInterface
-    from kvkeep.memory.base import MemoryObj
 
 _log = logging.getLogger(__name__)
 
@@ -25,13 +25,22 @@ _log = logging.getLogger(__name__)
 class Lease:
     """Pinned chunks with an owner and a deadline. Giving it back twice does nothing."""
 
-    def __init__(self, owner: str, deadline: float) -> None:
+    def __init__(
+        self,
+        owner: str,
+        deadline: float,
+        *,
+        is_bypassed: Callable[[str], bool] | None = None,
+    ) -> None:
         """An empty lease.
 
         Args:
             owner: the request it belongs to.
             deadline: value of ``time.monotonic()`` after which it may be taken back.
+            is_bypassed: whether the backend of a name is left out now; its pins are then given back
+                without calling it. None: none ever is.
         """
+        self._is_bypassed = is_bypassed
         self.owner = owner
         self.deadline = deadline
         self._lock = threading.RLock()
@@ -82,14 +91,18 @@ class Lease:
     def release(self) -> None:
         """Unpin everything and let the backends note what was used (``touch_cache``).
 
-        A backend that fails at it is logged and does not keep the others' pins.
+        A backend that fails at it is logged and does not keep the others' pins. One that is left
+        out is not called: the memory is unpinned, and its order of use stays as it was.
         """
         with self._lock:
             pins, self._pins = self._pins, {}
             self._by_key = {}
             self._released = True
         for backend, entries in pins.items():
+            if self._is_bypassed is not None and self._is_bypassed(backend.name):
+                batched_unpin([obj for _, obj in entries])
+                continue
             try:
                 backend.batched_unpin(entries)
-            except BackendError as error:
-                _log.warning("lease of %s: %s", self.owner, error)
+            except Exception as error:  # noqa: BLE001 - here other people's code begins
+                _log.warning("lease of %s: %s failed: %s", self.owner, backend.name, error)

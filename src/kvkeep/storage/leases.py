@@ -24,6 +24,7 @@ class LeaseTable:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         on_expired: Callable[[Lease], None] | None = None,
+        is_bypassed: Callable[[str], bool] | None = None,
     ) -> None:
         """An empty table.
 
@@ -32,7 +33,9 @@ class LeaseTable:
             clock: seconds that only grow; deadlines are values of it.
             on_expired: called for each lease that was taken back after its deadline, without a
                 lock held.
+            is_bypassed: whether the backend of a name is left out now; see :class:`Lease`.
         """
+        self._is_bypassed = is_bypassed
         self.timeout_s = timeout_s
         self._clock = clock
         self._on_expired = on_expired
@@ -47,7 +50,8 @@ class LeaseTable:
             owner: the lookup id it is for.
         """
         self.reap()
-        return Lease(owner, self._clock() + self.timeout_s)
+        deadline = self._clock() + self.timeout_s
+        return Lease(owner, deadline, is_bypassed=self._is_bypassed)
 
     def keep(self, lookup_id: str, lease: Lease) -> None:
         """Register ``lease``; one that the id had before is released once this one is in."""

@@ -62,7 +62,9 @@ class StorageManager:
         self.storage_backends: OrderedDict[str, StorageBackendInterface] = self._tiers.backends
         self.allocator_backend = allocator_backend
         self.leases = LeaseTable(
-            timeout_s=lease_timeout_s, on_expired=lambda lease: metrics.lease_expired()
+            timeout_s=lease_timeout_s,
+            on_expired=lambda lease: metrics.lease_expired(),
+            is_bypassed=self._tiers.is_bypassed,
         )
         self.metrics = metrics
         self._guard = BackendGuard(metrics)

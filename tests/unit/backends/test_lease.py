@@ -8,7 +8,6 @@ import pytest
 
 from kvkeep.backends.lease import Lease
 from kvkeep.backends.reference import DictBackend
-from kvkeep.memory.ownership import References
 from kvkeep.testing.chunks import check_found, make_keys, make_pool, put
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
 
@@ -38,22 +37,34 @@ def test_a_lease_over_two_tiers(pool):
     assert not any(obj.is_pinned for obj in pool.hot_cache.values())
 
 
-def test_a_backend_that_fails_keeps_no_other_pins(pool):
-    """The pins of the others are given back all the same."""
+@pytest.mark.parametrize("error", [None, OSError])
+def test_a_backend_that_fails_keeps_no_other_pins(pool, error):
+    """The pins of the others are given back all the same, whatever it raises."""
     keys = make_keys(2)
-    lower = FaultyBackend(DictBackend(pool), [Fault("unpin", FaultKind.RAISE)])
+    lower = FaultyBackend(DictBackend(pool), [Fault("unpin", FaultKind.RAISE, error=error)])
     put(pool, pool, keys[:1])
     put(lower, pool, keys[1:])
     lease = Lease("both", time.monotonic() + 60)
-    entries = []
-    for key in keys[1:]:
-        with References([lower.get_blocking(key)]) as held:
-            held.objects[0].pin()
-            entries.append((key, held.objects[0]))
-    assert lease.add_all(lower, entries)
+    assert lower.contains(keys[1], pin=lease)
     assert pool.contains(keys[0], pin=lease)
     lease.release()
+    assert lower.calls["unpin"] == 1
     assert not any(obj.is_pinned for obj in pool.hot_cache.values())
+
+
+def test_a_backend_that_is_left_out_is_not_called(pool):
+    """Spec 4.10: its pins are given back all the same."""
+    keys = make_keys(2)
+    lower = FaultyBackend(DictBackend(pool))
+    put(lower, pool, keys)
+    bypassed = set()
+    lease = Lease("request", time.monotonic() + 60, is_bypassed=bypassed.__contains__)
+    assert lower.batched_contains(keys, pin=lease) == 2
+    bypassed.add(lower.name)
+    lease.release()
+    assert lower.calls["unpin"] == 0
+    assert pool.memcheck().num_objects == 0
+    lower.close()
 
 
 def test_expiry_is_at_the_deadline():
