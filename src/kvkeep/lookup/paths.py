@@ -6,10 +6,13 @@ workers alike.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import socket
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +20,10 @@ from kvkeep.errors import LookupServiceError
 
 #: Bytes that a Unix socket's path may have on every system: 107 on Linux, 103 on macOS.
 MAX_PATH_BYTES = 103
+
+#: A socket may be bound and not listened on yet for a moment; after that long it is no moment.
+STALE_AFTER_S = 60.0
+STALE_PROBE_TIMEOUT_S = 0.2
 
 
 def socket_directory(base: Path | None, env: Mapping[str, str]) -> Path:
@@ -68,6 +75,25 @@ def make_private(directory: Path) -> None:
             f"cannot make the socket directory {directory}: {error}"
         ) from error
     check_private(directory)
+
+
+def remove_stale_sockets(directory: Path) -> int:
+    """Remove sockets that killed workers left behind; returns how many there were.
+
+    One that nobody listens on is stale if it is older than :data:`STALE_AFTER_S`.
+    """
+    num_removed = 0
+    for path in directory.glob("*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            if time.time() - path.lstat().st_mtime < STALE_AFTER_S:
+                continue
+            probe.settimeout(STALE_PROBE_TIMEOUT_S)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                num_removed += 1
+    return num_removed
 
 
 def check_private(directory: Path) -> None:

@@ -42,7 +42,7 @@ from kvkeep.lookup.messages import (
     decode_request,
     encode,
 )
-from kvkeep.lookup.paths import make_private
+from kvkeep.lookup.paths import make_private, remove_stale_sockets
 from kvkeep.metrics import Metrics
 from kvkeep.tokens import RequestScope
 
@@ -129,6 +129,7 @@ class LookupServer:
         self._identity = identity
         self._metrics = metrics
         make_private(path.parent)
+        remove_stale_sockets(path.parent)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._stop_send = self._context.socket(zmq.PAIR)

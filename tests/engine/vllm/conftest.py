@@ -1,6 +1,7 @@
-"""Real vLLM with the real model: one engine per module, and one run without kvkeep to compare with.
+"""Real vLLM with the real model: one engine per module, compared with a run without kvkeep.
 
-All prompts are cut from one document by token ids, so that prefixes are shared exactly as a test says.
+All prompts are cut from one document by token ids, so that prefixes are shared exactly as a test
+says.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def running_engine(
     finally:
         if engine.client is not None:
             engine.client.close()
-        llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown(timeout=60)
         engine.llm = None
         del llm
         gc.collect()

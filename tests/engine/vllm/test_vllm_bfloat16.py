@@ -1,8 +1,8 @@
 """In bfloat16 (spec 11.4): pages come back bit for bit, and tokens equal a run split alike.
 
-Another split of the same prefill rounds differently there, with vLLM's own prefix cache just as well.
-So the run to compare with is vLLM without kvkeep and with its own prefix cache, which splits the
-prompts of this test at the same token.
+Another split of the same prefill rounds differently there, with vLLM's own prefix cache just as
+well. So the run to compare with is vLLM without kvkeep and with its own prefix cache, which splits
+the prompts of this test at the same token.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from kvkeep.lookup.paths import (
     MAX_PATH_BYTES,
     check_private,
     make_private,
+    remove_stale_sockets,
     socket_directory,
     socket_path,
 )
@@ -68,3 +71,19 @@ def test_a_file_or_nothing_is_refused(tmp_path):
         make_private(tmp_path / "file")
     with pytest.raises(LookupServiceError, match="no socket directory"):
         check_private(tmp_path / "missing")
+
+
+def test_sockets_that_killed_workers_left_are_removed(tmp_path):
+    names = ("dead-0.sock", "alive-0.sock", "young-0.sock", "dead-0.txt")
+    sockets = {}
+    for name in names:
+        sockets[name] = socket.socket(socket.AF_UNIX)
+        sockets[name].bind(str(tmp_path / name))
+        sockets[name].listen(1)
+    for name in names[:2]:
+        os.utime(tmp_path / name, (time.time() - 100,) * 2)
+    for name in ("dead-0.sock", "young-0.sock", "dead-0.txt"):
+        sockets[name].close()
+    assert remove_stale_sockets(tmp_path) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+    sockets["alive-0.sock"].close()
