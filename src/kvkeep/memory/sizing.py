@@ -55,16 +55,22 @@ class WantedSize:
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Memory that can be used now without swapping, by the system and by the container's limit."""
+    """Memory that can be used now without swapping, by the system and by the container's limit.
+
+    Files that the container has read count as available, since the system gives their memory up.
+    """
     available = int(psutil.virtual_memory().available)
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         if limit == "max":
             return available
         used = int((cgroup / "memory.current").read_text())
-        return max(0, min(available, int(limit) - used))
+        lines = (cgroup / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):  # another system, or no container
         return available
+    stat = dict(line.split() for line in lines)
+    files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return max(0, min(available, int(limit) - used + files))
 
 
 def default_pool_bytes(available: int | None = None, num_local: int = 1) -> int:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -166,3 +167,14 @@ def test_other_threads_run_while_memory_is_committed(allocator) -> None:
     done.set()
     thread.join(10)
     assert during >= 1
+
+
+def test_shared_memory_is_committed_ahead_too() -> None:
+    made = initialize_allocator(
+        16 * MIB, chunk_bytes=SLOT, shared_name=f"prefault-{uuid.uuid4().hex}", huge_pages=False
+    )
+    prefaulter = Prefaulter(made, ahead_bytes=4 * MIB)
+    wait_until(lambda: prefaulter.committed == 4 * MIB)
+    assert committed_mib(made) == 4
+    prefaulter.close()
+    made.close()
