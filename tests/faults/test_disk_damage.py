@@ -225,7 +225,7 @@ def test_random_bits_of_payloads(tier):
 
 
 def test_truncation_at_every_boundary(tier):
-    """Fault 5: the memory that a load fills was another chunk's before; nothing of it is ever served."""
+    """Fault 5: the memory that a load fills was another chunk's; nothing of it is served."""
     tier.put(KEY)
     path = chunk_path(tier.path, KEY)
     good = path.read_bytes()

@@ -50,7 +50,7 @@ def kill_one(processes, path, chance):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_while_writing(processes, tmp_path, capsys):
-    """Faults 4, 39: after each start nothing wrong, nothing partial, index equals directory, budget holds."""
+    """Faults 4, 39: nothing wrong, nothing partial, index equals directory, budget holds."""
     chance = random.Random(20240607)
     universe = [make_key(number) for number in range(UNIVERSE)]
     checked = wrong = leftovers = kills = 0

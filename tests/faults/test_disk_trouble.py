@@ -117,7 +117,7 @@ def test_short_reads_and_writes(pool, tmp_path, piece):
 
 @pytest.mark.parametrize("operation", ["open_new", "write", "rename"])
 def test_a_full_disk(disk, pool, tmp_path, metrics, io, operation):
-    """Fault 39: nothing partial stays, nothing stays reserved, and the chunk can be stored later."""
+    """Fault 39: nothing partial or reserved stays, and the chunk can be stored later."""
     put(disk, pool, KEYS[:1])
     io.before = fail(operation, error=errno.ENOSPC)
     assert submit(disk, pool, KEYS[1:3]) == [PutOutcome.STORED] * 2
@@ -225,7 +225,7 @@ def test_files_that_cannot_be_removed_are_not_served(disk, pool, metrics, io, er
 
 
 def test_a_disk_that_hangs(disk, pool, metrics, io, go_on):
-    """Faults 34, 42: loads and lookups are misses at their deadline, and later at once; then it recovers."""
+    """Faults 34, 42: loads and lookups are misses at their deadline, later at once; it recovers."""
     put(disk, pool, KEYS)
     pool.clear()
     io.before = lambda operation: None if operation != "read" else _wait(go_on)
@@ -252,7 +252,7 @@ def test_a_disk_that_hangs(disk, pool, metrics, io, go_on):
 
 
 def test_slow_stores_are_dropped_and_loads_go_first(disk, pool, metrics, io, tmp_path, go_on):
-    """Faults 23, 43: stores behind a slow disk hold bounded memory, and no load waits behind them."""
+    """Faults 23, 43: stores behind a slow disk hold bounded memory; no load waits for them."""
     disk.close()
     disk = make_disk(pool, tmp_path, metrics=metrics, io=io, queue_bytes=4 * 192, threads=2)
     put(disk, pool, KEYS[:3])
@@ -291,7 +291,7 @@ def test_closing_with_a_hanging_disk(pool, tmp_path, metrics, io, go_on):
 
 
 def test_forbidden_places():
-    """Fault 39: a file, a directory or a whole tree that may not be read or written; then it may again."""
+    """Fault 39: a file, a directory, a whole tree without rights; and then with them again."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvkeep.testing.disk_processes"])
     path = Path(tempfile.mkdtemp())

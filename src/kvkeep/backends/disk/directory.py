@@ -71,10 +71,9 @@ class DiskDirectory:
 
         Args:
             path: the user's directory.
-            budget_bytes: most bytes of files that may be in it, those of all its processes
-            together.
+            budget_bytes: most bytes of files in it, over all its processes.
             io: the system calls.
-            lock_timeout_s: how long to wait for another process that holds the lock.
+            lock_timeout_s: how long to wait for the lock.
         """
         self.root = path / ROOT_NAME
         self.budget_bytes = budget_bytes
@@ -97,8 +96,7 @@ class DiskDirectory:
         """Make what is missing, become a member, remove what dead members left, and count.
 
         Raises:
-            OSError: the file system refuses.
-            BackendError: too many members, or the lock is held by somebody who does not move.
+            OSError, BackendError: it cannot be read or made, or its lock is held for too long.
         """
         self._make_directories()
         with self._transaction(recount=True):
@@ -151,7 +149,7 @@ class DiskDirectory:
         return temp
 
     def commit(self, temp: TempFile, key: ChunkKey) -> None:
-        """Give a finished file its chunk's name. The reservation becomes what the file uses.
+        """Give a finished file its chunk's name; its reservation becomes bytes in use.
 
         Raises:
             OSError, BackendError: it could not be; the caller calls :meth:`abort`.
@@ -320,6 +318,8 @@ class DiskDirectory:
     ) -> bool:
         if state.used_bytes + needed > state.budget_bytes:
             self._bury_dead_locked(state)
+            if state.used_bytes - state.stored_bytes + needed > state.budget_bytes:
+                return False  # not even an empty directory has room: nothing is removed in vain
         while state.used_bytes + needed > state.budget_bytes:
             victim = next_victim()
             if victim is None:
