@@ -30,7 +30,7 @@ def print_report(result: DemoResult, console: Console) -> None:
 def _table(result: DemoResult) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=Text(f"One document, {len(result.comparisons)} questions, {result.engine}"),
+        title=Text(f"One document, {_count(result)}, {result.engine}"),
         title_style="bold",
         pad_edge=False,
         padding=(0, 1),
@@ -87,3 +87,8 @@ def _summary(result: DemoResult) -> Text:
 
 def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
+
+
+def _count(result: DemoResult) -> str:
+    number = len(result.comparisons)
+    return "1 question" if number == 1 else f"{number} questions"
