@@ -257,16 +257,17 @@ class LocalDiskBackend(StorageBackendInterface):
 
     def batched_remove(self, keys: Sequence[ChunkKey]) -> int:
         """Make chunks invisible at once and remove their files; returns how many there were."""
-        hidden = [(key, self._catalog.hide(key)) for key in keys]
-        discard = self._catalog.discard_hidden
-        task = self._pool.load(lambda: [discard(key, entry) for key, entry in hidden])
-        served = [entry is not None and entry.ready and entry.mine for _, entry in hidden]
+        hidden = [self._catalog.hide(key) for key in keys]
+        served = [entry is not None and entry.ready and entry.mine for entry in hidden]
+        task = self._pool.load(lambda: [self._catalog.discard_hidden(key) for key in keys])
         removed = self._wait(task, self._options.load_timeout_s, "remove")
         return sum(map(max, served, removed if removed is not None else served))
 
     def clear(self) -> int:
         """Remove every chunk of this engine. Those of other engines in the directory stay."""
-        hidden = [(key, self._catalog.hide(key)) for key in self._index.all_mine()]
+        hidden = self._index.all_mine()
+        for key in hidden:
+            self._catalog.hide(key)
         task = self._pool.load(lambda: self._catalog.clear(hidden))
         return self._wait(task, self._options.open_timeout_s, "clear") or 0
 

@@ -220,6 +220,11 @@ def checksum(payload: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(payload)
 
 
+def new_hasher() -> xxhash.xxh3_128:
+    """Takes :func:`checksum` piece by piece: ``update`` with each, then ``digest``."""
+    return xxhash.xxh3_128()
+
+
 def check_payload(header: FrameHeader, payload: Buffer) -> FrameFault | None:
     """What is wrong with the payload that followed ``header``; None if it is the one written."""
     if memoryview(payload).nbytes != header.payload_bytes:

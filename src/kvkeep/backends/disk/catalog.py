@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvkeep.backends.disk.directory import DiskDirectory, TempFile
+from kvkeep.backends.disk.directory import DiskDirectory
 from kvkeep.backends.disk.files import FileIO, cause_of
 from kvkeep.backends.disk.index import DiskEntry, DiskIndex
+from kvkeep.backends.disk.names import TempFile
 from kvkeep.backends.disk.reports import DiskReports
 from kvkeep.backends.disk.scan import FoundChunk, Scanner, probe
 from kvkeep.codec.frame import FrameFault, writer_digest
@@ -173,8 +174,25 @@ class Catalog:
             A file was removed. One that cannot be removed is counted, and never served again.
         """
         self.index.ban(key, entry)
+        return self._remove_banned(key, inode=inode)
+
+    def discard_hidden(self, key: ChunkKey) -> bool:
+        """Remove the file of a hidden chunk, whoever wrote it; True if it went.
+
+        Not if the chunk was put again since: then its file is, or will be, the new one.
+        """
+        return self._remove_banned(key, unless=lambda: self.index.is_wanted(key))
+
+    def _remove_banned(
+        self,
+        key: ChunkKey,
+        *,
+        inode: int | None = None,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        path = self.directory.chunk_path(key)
         try:
-            removed = self.directory.remove(self.directory.chunk_path(key), inode=inode)
+            removed = self.directory.remove(path, inode=inode, unless=unless)
         except OSError as error:
             self.reports.fault("remove", cause_of(error))
             return False
@@ -184,7 +202,7 @@ class Catalog:
         self.index.unban(key)
         return removed
 
-    def clear(self, hidden: Sequence[tuple[ChunkKey, DiskEntry | None]]) -> int:
+    def clear(self, hidden: Sequence[ChunkKey]) -> int:
         """Remove every chunk of this engine; returns how many files went.
 
         Args:
@@ -194,12 +212,10 @@ class Catalog:
             OSError: the directory cannot be listed.
         """
         self._adopt(self._scanner.scan(self.index.is_listed))
-        rest = {key: self.hide(key) for key in self.index.all_mine()}
-        return sum(self.discard_hidden(key, entry) for key, entry in [*hidden, *rest.items()])
-
-    def discard_hidden(self, key: ChunkKey, entry: DiskEntry | None) -> bool:
-        """Remove the file of a hidden chunk, but none that was written since; True if it went."""
-        return self.discard(key, inode=entry.inode if entry is not None else None)
+        rest = self.index.keys()
+        for key in rest:
+            self.hide(key)
+        return sum(self.discard_hidden(key) for key in [*hidden, *rest])
 
     def _adopt(self, found: Sequence[FoundChunk]) -> None:
         """Enter chunks; those of other engines are only evicted in their turn."""

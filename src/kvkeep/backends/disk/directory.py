@@ -22,7 +22,6 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.backends.disk.files import DIRECTORY_MODE, FILE_MODE, FileIO
@@ -37,6 +36,7 @@ from kvkeep.backends.disk.ledger import (
 )
 from kvkeep.backends.disk.names import (
     ROOT_NAME,
+    TempFile,
     chunk_name,
     key_of,
     list_entries,
@@ -46,19 +46,6 @@ from kvkeep.backends.disk.names import (
 )
 from kvkeep.errors import BackendError
 from kvkeep.keys import ChunkKey
-
-
-@dataclass(frozen=True, slots=True)
-class TempFile:
-    """A reservation, and the name under which its chunk is written.
-
-    Attributes:
-        path: of the file; it does not exist yet when the reservation is made.
-        reserved_bytes: what was reserved for it.
-    """
-
-    path: Path
-    reserved_bytes: int
 
 
 class DiskDirectory:
@@ -177,8 +164,16 @@ class DiskDirectory:
         with contextlib.suppress(OSError, BackendError), self._transaction():
             pass  # the ledger learns of it; if it cannot now, with the next transaction
 
-    def remove(self, path: Path, *, inode: int | None = None) -> bool:
-        """Remove a file below ``chunks`` (``inode``: only if it is still that one).
+    def remove(
+        self,
+        path: Path,
+        *,
+        inode: int | None = None,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Remove a file below ``chunks``: only if it is still ``inode``, if that is given.
+
+        Not if ``unless``, which is called with the lock held, says otherwise.
 
         Returns:
             False if it was not there (any more).
@@ -187,7 +182,7 @@ class DiskDirectory:
             OSError, BackendError: it is there and could not be removed.
         """
         with self._transaction() as state:
-            return self._unlink_locked(state, path, inode=inode)
+            return not unless() and self._unlink_locked(state, path, inode=inode)
 
     def trim(self, next_victim: Callable[[], Path | None]) -> None:
         """Remove victims until what is there fits the budget."""

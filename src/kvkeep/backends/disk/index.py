@@ -151,6 +151,12 @@ class DiskIndex:
         self.ban(key, entry)
         return entry
 
+    def is_wanted(self, key: ChunkKey) -> bool:
+        """There is an entry of this engine, perhaps being written."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return entry is not None and entry.mine
+
     def is_banned(self, key: ChunkKey) -> bool:
         """What is on the disk under this key must not be served."""
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.backends.disk.ledger import MEMBER_ID_BYTES
@@ -11,6 +12,19 @@ from kvkeep.keys import KEY_BYTES, ChunkKey
 #: Name of the directory below the user's path, with the version of its form.
 ROOT_NAME = "kvkeep-disk-v1"
 CHUNK_SUFFIX, TEMP_SUFFIX = ".kvc", ".tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class TempFile:
+    """A reservation, and the name under which its chunk is written.
+
+    Attributes:
+        path: of the file; it does not exist yet when the reservation is made.
+        reserved_bytes: what was reserved for it.
+    """
+
+    path: Path
+    reserved_bytes: int
 
 
 def chunk_name(key: ChunkKey) -> Path:

@@ -10,13 +10,14 @@ import time
 
 from kvkeep.backends.disk.breaker import Breaker
 from kvkeep.backends.disk.catalog import Catalog
-from kvkeep.backends.disk.files import cause_of, concerns_medium, read_fully
+from kvkeep.backends.disk.files import cause_of, concerns_medium, pieces, read_fully
 from kvkeep.backends.disk.scan import check_file, open_chunk
 from kvkeep.codec.frame import (
     HEADER_BYTES,
     ChunkMeta,
     FrameFault,
-    check_payload,
+    FrameHeader,
+    new_hasher,
     parse_header,
 )
 from kvkeep.keys import ChunkKey
@@ -80,8 +81,13 @@ class ChunkReader:
             if not stat.S_ISREG(there.st_mode):
                 return FrameFault.NOT_A_FILE, there.st_ino
             head = memoryview(bytearray(HEADER_BYTES))
-            done = read_fully(io, fd, [head, target])
-            fault = self._verify(key, meta, (head, target), (there.st_size, done))
+            if read_fully(io, fd, [head]) < HEADER_BYTES:
+                return FrameFault.TRUNCATED, there.st_ino
+            header = parse_header(head)
+            fault = header if isinstance(header, FrameFault) else None
+            if not isinstance(header, FrameFault):
+                fault = self._check_header(header, key, meta, there.st_size)
+                fault = fault or self._read_payload(fd, header, target)
             if fault is None:
                 with contextlib.suppress(OSError):  # a read-only file system can still be read
                     os.utime(fd, ns=(used_ns, used_ns))
@@ -89,24 +95,23 @@ class ChunkReader:
         finally:
             io.close(fd)
 
-    def _verify(
-        self,
-        key: ChunkKey,
-        meta: ChunkMeta,
-        frame: tuple[memoryview, memoryview],
-        sizes: tuple[int, int],
+    def _check_header(
+        self, header: FrameHeader, key: ChunkKey, meta: ChunkMeta, file_bytes: int
     ) -> FrameFault | None:
-        (head, payload), (file_bytes, read_bytes) = frame, sizes
-        if read_bytes < HEADER_BYTES:
-            return FrameFault.TRUNCATED
-        header = parse_header(head)
-        if isinstance(header, FrameFault):
-            return header
         fault = check_file(header, key, file_bytes)
         if fault is None and header.identity != self._catalog.identity_digest:
             fault = FrameFault.WRONG_IDENTITY
         if fault is None and header.meta != meta:
             fault = FrameFault.WRONG_LAYOUT
-        if fault is None and read_bytes != HEADER_BYTES + header.payload_bytes:
-            fault = FrameFault.TRUNCATED
-        return fault or check_payload(header, payload)
+        return fault
+
+    def _read_payload(self, fd: int, header: FrameHeader, target: memoryview) -> FrameFault | None:
+        hasher = new_hasher()
+        for position, piece in pieces(target):
+            done = read_fully(self._catalog.io, fd, [piece], HEADER_BYTES + position)
+            if done < len(piece):
+                return FrameFault.TRUNCATED
+            hasher.update(piece)
+        if hasher.digest() != header.payload_checksum:
+            return FrameFault.PAYLOAD_CHECKSUM
+        return None

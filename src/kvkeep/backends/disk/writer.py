@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from kvkeep.backends.disk.breaker import Breaker
 from kvkeep.backends.disk.catalog import Catalog
-from kvkeep.backends.disk.directory import TempFile
-from kvkeep.backends.disk.files import cause_of, concerns_medium, write_fully
+from kvkeep.backends.disk.files import cause_of, concerns_medium, pieces, write_fully
 from kvkeep.backends.disk.index import DiskEntry
+from kvkeep.backends.disk.names import TempFile
 from kvkeep.backends.disk.scan import FoundChunk, probe
-from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta, FrameFault, FrameHeader, checksum
+from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta, FrameFault, FrameHeader, new_hasher
 from kvkeep.errors import BackendError
 from kvkeep.keys import ChunkKey
 
@@ -92,7 +92,7 @@ class ChunkWriter:
             raise
         if catalog.index.finish(key, pending.entry):
             return None
-        catalog.discard_hidden(key, pending.entry)  # removed between the rename and here
+        catalog.discard(key, inode=pending.entry.inode)  # removed after the rename
         return "removed"
 
     def _is_there(self, pending: Pending) -> bool:
@@ -111,17 +111,20 @@ class ChunkWriter:
         return header.identity == catalog.identity_digest and header.meta == pending.meta
 
     def _write(self, pending: Pending, temp: TempFile) -> None:
-        io = self._catalog.io
-        header = FrameHeader(
-            pending.key,
-            self._catalog.identity_digest,
-            pending.meta,
-            len(pending.payload),
-            checksum(pending.payload),
-        )
+        io, hasher = self._catalog.io, new_hasher()
         fd = io.open_new(temp.path)
         try:
-            write_fully(io, fd, [memoryview(header.pack()), pending.payload])
+            for position, piece in pieces(pending.payload):
+                hasher.update(piece)
+                write_fully(io, fd, [piece], HEADER_BYTES + position)
+            header = FrameHeader(
+                pending.key,
+                self._catalog.identity_digest,
+                pending.meta,
+                len(pending.payload),
+                hasher.digest(),
+            )
+            write_fully(io, fd, [memoryview(header.pack())])
             os.utime(fd, ns=(pending.used_ns, pending.used_ns))
             pending.entry.inode = os.fstat(fd).st_ino
         finally:
