@@ -93,3 +93,10 @@ def test_training_mode_is_refused(tiny, keep, prompt) -> None:
         with pytest.raises(RuntimeError, match="eval"):
             kept.generate(prompt(4), **GREEDY)
         model.eval()
+
+
+def test_autocast_is_refused(tiny, keep, prompt) -> None:
+    with keep(tiny()) as kept:
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
+            kept.generate(prompt(40), **GREEDY)
+        kept.generate(prompt(40), **GREEDY)

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from kvkeep.errors import IdentityError
+from kvkeep.errors import IdentityError, LayoutError
+from kvkeep.identity import TAG_PREFIX
+from kvkeep.tokens import PLAIN, RequestScope, make_scope
 
 #: Config entries on which KV does not depend.
 IGNORED_CONFIG = frozenset(
@@ -93,3 +95,54 @@ def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
     digest = hashlib.sha256(head)
     digest.update(content)
     return digest.digest()
+
+
+class ModelWeights:
+    """Which weights and config a model has; notices when they change after it was attached.
+
+    Attributes:
+        revision: what they were when the model was attached, for the identity.
+    """
+
+    def __init__(self, model: Any, revision: str | None) -> None:
+        """Fingerprint the weights, unless the caller names their revision.
+
+        Raises:
+            IdentityError: the weights cannot be read and no revision was given.
+        """
+        self._model = model
+        self._state = (weights_state(model), config_digest(model))
+        self._scope = PLAIN
+        self.revision = _revision(revision or weights_fingerprint(model), self._state[1])
+
+    def scope(self) -> RequestScope:
+        """What requests add to the identity: nothing, or a tag for weights or config that changed.
+
+        Raises:
+            LayoutError: the model carries adapters by now.
+        """
+        state = (weights_state(self._model), config_digest(self._model))
+        if state != self._state:
+            refuse_adapters(self._model)
+            now = _revision(weights_fingerprint(self._model), state[1])
+            tags = {f"{TAG_PREFIX}kvkeep.weights": now}
+            self._scope = PLAIN if now == self.revision else make_scope(request_configs=tags)
+            self._state = state
+        return self._scope
+
+
+def _revision(weights: str, config: str) -> str:
+    return f"weights:{weights} config:{config}"
+
+
+def refuse_adapters(model: Any) -> None:
+    """Adapters can be switched without a trace in the weights, so they are refused.
+
+    Raises:
+        LayoutError: the model carries some.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        raise LayoutError(
+            f"{type(model).__name__} carries adapters, which can be switched unseen; merge them "
+            "into the weights (merge_and_unload) and attach the result"
+        )

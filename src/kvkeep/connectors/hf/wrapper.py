@@ -31,15 +31,15 @@ from kvkeep.connectors.hf.caches import (
     new_cache,
     row_pairs,
 )
-from kvkeep.connectors.hf.fingerprint import config_digest, weights_fingerprint, weights_state
+from kvkeep.connectors.hf.fingerprint import ModelWeights, refuse_adapters
 from kvkeep.connectors.hf.rows import CallReport, PromptRow, RowReport, split_rows
 from kvkeep.engine import CacheEngine
-from kvkeep.errors import LayoutError, MissingExtraError
+from kvkeep.errors import MissingExtraError
 from kvkeep.gpu.dense import DenseGPUConnector
-from kvkeep.identity import TAG_PREFIX, CacheIdentity
+from kvkeep.identity import CacheIdentity
 from kvkeep.manager import CacheManager
 from kvkeep.memory.sizing import WorkerPlace
-from kvkeep.tokens import PLAIN, RequestScope, make_scope
+from kvkeep.tokens import RequestScope
 
 #: Tokens of the caches on which the layout is tried out when a model is attached.
 SELF_TEST_TOKENS = 8
@@ -78,12 +78,12 @@ def attach(
         raise MissingExtraError("kvkeep.connectors.hf", "hf") from error
     if settings is None:
         settings = load_settings(env=os.environ)
-    _refuse_adapters(model)
+    refuse_adapters(model)
     caches = declare_caches(model)
-    weights = _Weights(model, revision or settings.identity.revision)
+    weights = ModelWeights(model, revision or settings.identity.revision)
     identity = CacheIdentity(
         model=name or settings.identity.model or model.name_or_path or model.config.model_type,
-        revision=f"weights:{weights.first} config:{config_digest(model)}",
+        revision=weights.revision,
         layout=caches.layout,
         chunk_size=settings.chunk_size,
         salt=salt,
@@ -108,7 +108,7 @@ class KVKeepModel:
     """
 
     def __init__(
-        self, model: Any, manager: CacheManager, caches: ModelCaches, weights: _Weights
+        self, model: Any, manager: CacheManager, caches: ModelCaches, weights: ModelWeights
     ) -> None:
         self.model = model
         self.last_call: CallReport | None = None
@@ -144,12 +144,14 @@ class KVKeepModel:
         Raises:
             LayoutError: the call brings or chooses a cache of its own.
             ValueError: an argument cannot be honoured, or the batch is not padded on the left.
-            RuntimeError: the wrapper was closed, or the model is in training mode.
+            RuntimeError: the wrapper was closed, the model is in training mode, or autocast is on.
         """
         if self._closed:
             raise RuntimeError("generate was called on a kept model that was closed")
         if self.model.training:
             raise RuntimeError("in training mode KV is random; call the model's eval() first")
+        if torch.is_autocast_enabled(self.model.device.type):
+            raise RuntimeError("under autocast KV has another dtype than the model; leave it first")
         call = check_call(self.model, inputs, {"generation_config": generation_config, **options})
         rows = split_rows(call.input_ids, call.attention_mask)
         scope = self._weights.scope()
@@ -301,43 +303,3 @@ class _Clock:
 
     def now(self) -> float:
         return time.perf_counter()
-
-
-class _Weights:
-    """Which weights the model has; notices when they change after it was attached.
-
-    Attributes:
-        first: what they were when the model was attached, part of the identity.
-    """
-
-    def __init__(self, model: Any, revision: str | None) -> None:
-        self._model = model
-        self._state = (weights_state(model), config_digest(model))
-        self._config = self._state[1]
-        self._scope = PLAIN
-        self.first = revision or weights_fingerprint(model)
-
-    def scope(self) -> RequestScope:
-        """What requests add to the identity: nothing, or a tag for weights or config that changed.
-
-        Raises:
-            LayoutError: the model carries adapters by now.
-        """
-        state = (weights_state(self._model), config_digest(self._model))
-        if state != self._state:
-            _refuse_adapters(self._model)
-            now = weights_fingerprint(self._model)
-            same = (now, state[1]) == (self.first, self._config)
-            tags = {f"{TAG_PREFIX}kvkeep.weights": f"{now} {state[1]}"}
-            self._scope = PLAIN if same else make_scope(request_configs=tags)
-            self._state = state
-        return self._scope
-
-
-def _refuse_adapters(model: Any) -> None:
-    """Adapters can be switched without a trace in the weights, so they are refused."""
-    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
-        raise LayoutError(
-            f"{type(model).__name__} carries adapters, which can be switched unseen; merge them "
-            "into the weights (merge_and_unload) and attach the result"
-        )
