@@ -189,7 +189,7 @@ class ReusePolicy(CachePolicy[V]):
 
     def _ends_in_order(self) -> Iterator[tuple[Rank, ChunkKey]]:
         for rank in self._ranked:
-            for key in reversed(self._ends[rank[1:]]):
+            for key in self._ends[rank[1:]]:
                 yield rank, key
 
     def _held_back(
@@ -233,14 +233,17 @@ class ReusePolicy(CachePolicy[V]):
         if self._num_after[key] == 0:
             del self._num_after[key]
             if key in self._stored:
-                self._add_end(key, self._stored[key])
+                self._add_end(key, self._stored[key], is_next=True)
 
-    def _add_end(self, key: ChunkKey, chunk: _Chunk) -> None:
+    def _add_end(self, key: ChunkKey, chunk: _Chunk, *, is_next: bool = False) -> None:
+        """Put the chunk into its queue, at the end, or at the start if it is to go next."""
         queue = self._ends.get((chunk.epoch, chunk.chunk_class))
         if queue is None:
             queue = self._ends[chunk.epoch, chunk.chunk_class] = OrderedDict()
             insort(self._ranked, self._rank(chunk.epoch, chunk.chunk_class))
         queue[key] = None
+        if is_next:
+            queue.move_to_end(key, last=False)
 
     def _drop_end(self, key: ChunkKey, chunk: _Chunk) -> None:
         queue = self._ends[chunk.epoch, chunk.chunk_class]

@@ -39,7 +39,7 @@ _MEMORY_TURNOVERS = 64
 #: Weight of what is believed before anything is known, as a share of a turnover of chunks.
 _PRIOR_WEIGHT = 0.2
 #: Hazard of a new chunk at age t epochs before anything is known: this divided by (t + 4).
-_PRIOR_HAZARD = 0.1
+_PRIOR_HAZARD = 0.3
 
 _EDGES = tuple(
     edge for edge in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if edge < NUM_AGES
