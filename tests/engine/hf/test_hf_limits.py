@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvkeep.connectors.hf.caches import ModelCaches
+
 pytestmark = pytest.mark.engine
 
 GREEDY = {"do_sample": False, "max_new_tokens": 4}
@@ -68,6 +70,28 @@ def test_a_model_that_raises_leaves_nothing_behind(tiny, keep, prompt) -> None:
         hook.remove()
         assert kept.engine.check().open_leases == 0
         assert torch.equal(kept.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+
+
+def test_no_memory_for_what_was_found_gives_the_pins_back(
+    tiny, keep, prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 17: a lookup that is never loaded."""
+    model = tiny()
+    ids = prompt(40)
+    with keep(model) as kept:
+        kept.generate(ids, **GREEDY)
+
+        def fail(self: object, num_tokens: int) -> None:
+            assert kept.engine.check().open_leases == 1
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelCaches, "allocate", fail)
+            with pytest.raises(MemoryError):
+                kept.generate(ids, **GREEDY)
+        assert kept.engine.check().open_leases == 0
+        assert torch.equal(kept.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+        assert kept.last_call.num_found == 32
 
 
 def _raise(module: object, args: object) -> None:
