@@ -106,12 +106,13 @@ def test_aborts_at_random_moments(engine, cases, reference, seed):
             core.abort_request([name])
             del running[name]
             aborted += 1
+        if not core.has_unfinished_requests():
+            continue  # a step would wait for ever
         for output in core.step():
             if output.finished and output.request_id in running:
                 case = running.pop(output.request_id)
                 done[output.request_id] = list(output.outputs[0].token_ids)
                 assert done[output.request_id] == reference[case][0]
-    while core.has_unfinished_requests():
-        core.step()
+    engine.generate([cases.by_length[1]])  # by its end, all aborts have arrived
     assert aborted > 4
     assert done

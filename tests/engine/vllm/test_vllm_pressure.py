@@ -81,12 +81,13 @@ def test_aborts_under_pressure(engine, cases, reference):
             core.abort_request([name])
             del running[name]
             aborted += 1
+        if not core.has_unfinished_requests():
+            continue  # a step would wait for ever
         for output in core.step():
             if output.finished and output.request_id in running:
                 case = running.pop(output.request_id)
                 assert list(output.outputs[0].token_ids) == reference[case][0]
                 finished += 1
-    while core.has_unfinished_requests():
-        core.step()
+    engine.generate([cases.by_length[1]])  # by its end, all aborts have arrived
     assert aborted
     assert finished

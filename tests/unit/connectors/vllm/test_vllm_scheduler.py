@@ -359,6 +359,31 @@ def test_roles_and_skip_reading(toy_engine):
     engine.finish()
 
 
+def test_fault_46_every_setting_of_the_connector_has_its_effect(toy_engine, tmp_path):
+    """Fault 46: an option needed a second one to have any effect."""
+    engine = toy_engine(
+        extra={
+            "chunk_size": 2 * CHUNK,
+            "lookup.timeout": "3s",
+            "lookup.lease": "77s",
+            "lookup.socket_dir": str(tmp_path / "sockets"),
+            "identity.model": "named",
+            "identity.tags": {"team": "a"},
+            "cpu.copy_threads": 2,
+        }
+    )
+    engine.generate("a", PROMPT)
+    assert engine.client.check()[0].num_chunks == 2
+    assert engine.client._timeout_s == 3
+    assert engine.engine._storage.leases.timeout_s == 77
+    assert len(list((tmp_path / "sockets").rglob("*.sock"))) == 1
+    named = engine.engine.token_database.identity
+    assert (named.model, named.tags, named.chunk_size) == ("named", (("team", "a"),), 2 * CHUNK)
+    assert named.revision.startswith("toy;")
+    assert engine.engine._connector._threads.num_threads == 2
+    assert engine.generate("b", PROMPT) == engine.true_outputs("b")
+
+
 def test_reset_forgets_everything_and_the_step_in_flight(toy_engine):
     engine = toy_engine(async_scheduling=True)
     engine.generate("a", PROMPT)
