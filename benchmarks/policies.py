@@ -1,6 +1,6 @@
 """Cache policies: token hit rates on recorded and synthetic workloads, and cost per operation.
 
-    python benchmarks/policies.py rates TRACE.jsonl...   recorded traces, whole and by halves in time
+    python benchmarks/policies.py rates TRACE.jsonl...   recorded traces, whole and by halves
     python benchmarks/policies.py workloads --seed 101   synthetic workloads
     python benchmarks/policies.py cost                   per chunk, pools of 1e3 to 1e6 chunks
 
