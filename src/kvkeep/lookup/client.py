@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -146,13 +146,16 @@ class LookupClient:
         """
         return self._ask_strictly(Check(next(self._seq)), CheckReply)
 
-    def clear(self) -> int:
-        """Remove every chunk of every worker; returns how many there were.
+    def clear(self, locations: Collection[str] = ()) -> int:
+        """Remove every chunk of every worker; returns how many copies there were.
+
+        Args:
+            locations: names of the tiers; all if empty.
 
         Raises:
-            LookupServiceError: one did not answer in time.
+            LookupServiceError: one did not answer in time, or has no tier of that name.
         """
-        replies = self._ask_strictly(Clear(next(self._seq)), ClearReply)
+        replies = self._ask_strictly(Clear(next(self._seq), tuple(locations)), ClearReply)
         return sum(reply.num_chunks for reply in replies)
 
     @property

@@ -85,7 +85,9 @@ class Check(_Message, tag="check", frozen=True):
 
 
 class Clear(_Message, tag="clear", frozen=True):
-    """Remove every chunk."""
+    """Remove every chunk, from all tiers or from those named."""
+
+    locations: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)] = ()
 
 
 class HelloReply(_Message, tag="hello_reply", frozen=True):

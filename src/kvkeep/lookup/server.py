@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -75,7 +75,7 @@ class LookupTarget(Protocol):
     def check(self) -> CheckNumbers:
         """See :meth:`kvkeep.engine.CacheEngine.check`."""
 
-    def clear(self) -> int:
+    def clear(self, locations: Collection[str] | None = None) -> int:
         """See :meth:`kvkeep.engine.CacheEngine.clear`."""
 
 
@@ -227,7 +227,7 @@ class LookupServer:
                     dict(report.metrics),
                 )
             case Clear():
-                return ClearReply(request.seq, self._engine.clear())
+                return ClearReply(request.seq, self._engine.clear(request.locations or None))
 
     def _lookup(self, request: Lookup) -> int:
         if len(request.tokens) % TOKEN_BYTES:

@@ -62,7 +62,9 @@ class ToyTarget:
             raise self.error
         return Numbers(len(self.leases))
 
-    def clear(self):
+    def clear(self, locations=None):
+        if locations is not None and set(locations) != {"tier"}:
+            raise ValueError(f"no tier is called {locations}")
         num, self.stored = self.stored, 0
         return num
 

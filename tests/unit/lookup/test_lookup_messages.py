@@ -34,7 +34,7 @@ REQUESTS = [
     Lookup(2, "req#1", b"\1\0\0\0", WireScope.of(SCOPE), True, True),
     Unpin(3, ("req#1", "req#2")),
     Check(4),
-    Clear(5),
+    Clear(5, ("LocalCPUBackend",)),
 ]
 REPLIES = [
     HelloReply(1, 1, 0, 2, 256, b"d" * 32),

@@ -70,6 +70,13 @@ def test_check_and_clear(start):
     assert service.client.lookup("r#0", [1, 2, 3, 4]) == 0
 
 
+def test_clear_of_some_tiers(start):
+    service = start(8, 4)
+    assert service.client.clear(["tier"]) == 12
+    with pytest.raises(LookupServiceError, match="no tier is called"):
+        service.client.clear(["teir"])
+
+
 def test_several_clients_at_once(start):
     """Answers go to who asked, and belong to the question."""
     service = start(1000)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it 
 
 
 class _CountedResets:
-    """The engine as the lookup server sees it; counts how often it was cleared."""
+    """The engine as the lookup server sees it; counts how often all of it was cleared."""
 
     def __init__(self, engine: CacheEngine) -> None:
         self._engine = engine
@@ -63,10 +63,11 @@ class _CountedResets:
     def check(self) -> CheckReport:
         return self._engine.check()
 
-    def clear(self) -> int:
-        with self._lock:
-            self._num_resets += 1  # first: a save that starts now must not outlive the reset
-        return self._engine.clear()
+    def clear(self, locations: Collection[str] | None = None) -> int:
+        if locations is None:
+            with self._lock:
+                self._num_resets += 1  # first: a save that starts now must not outlive the reset
+        return self._engine.clear(locations)
 
 
 class WorkerSide:
