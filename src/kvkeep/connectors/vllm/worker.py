@@ -117,9 +117,10 @@ class WorkerSide:
         """
         if not meta.saves:
             return
+        num_resets = self._resets.num_resets
         if (
             meta.known_failures.get(self._rank, 0) != self._failures
-            or meta.num_resets != self._resets.num_resets
+            or meta.num_resets != num_resets
         ):
             for spec in meta.saves:
                 num_tokens = len(spec.tokens) // TOKEN_BYTES - spec.start
@@ -130,6 +131,8 @@ class WorkerSide:
                 self._save_one(spec)
             except Exception as error:  # noqa: BLE001  the top of this task
                 self.count_failure("store", error)
+        if self._resets.num_resets != num_resets:
+            self._engine.clear()  # the reset came while something older was on its way in
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks that this step should have loaded and did not."""

@@ -399,6 +399,21 @@ def test_reset_forgets_everything_and_the_step_in_flight(toy_engine):
     engine.finish()
 
 
+def test_a_reset_in_the_middle_of_a_save_forgets_that_too(toy_engine, monkeypatch):
+    engine = toy_engine()
+    store = engine.engine.store
+
+    def store_after_reset(*args, **more):
+        engine.worker._worker._resets.clear()
+        return store(*args, **more)
+
+    monkeypatch.setattr(engine.engine, "store", store_after_reset)
+    assert engine.generate("a", PROMPT) == engine.true_outputs("a")
+    assert engine.client.check()[0].num_chunks == 0
+    monkeypatch.undo()
+    engine.finish()
+
+
 def test_load_slots_leave_out_what_the_engine_has():
     spec = LoadSpec("r#0", b"\0" * 4 * 16, PLAIN, start=4, end=11, block_ids=(9, 5, 7))
     assert (
