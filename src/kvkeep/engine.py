@@ -194,6 +194,7 @@ class CacheEngine:
         with OpenLoad(self._parts, request) as load:
             written = load.copy()
             result = load.mask(written)
+        load.note_order()
         self._tagged.note(request.scope.tags, load.keys[:written])
         return result
 

@@ -105,4 +105,5 @@ def retrieve_layers(
             load.count(written, seconds)
             tagged.note(request.scope.tags, load.keys[:written])
         mask = load.mask(written)
+    load.note_order()
     yield mask

@@ -57,6 +57,7 @@ class OpenLoad:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self.keys: list[ChunkKey] = []
+        self._prompt_keys: list[ChunkKey] = []
         leases = parts.storage_manager.leases
         self._lease = leases.claim(request.req_id) if request.req_id is not None else None
         try:
@@ -64,6 +65,7 @@ class OpenLoad:
                 request.tokens, request.mask, request.scope
             )
             self._num_tokens = chunks.num_tokens
+            self._prompt_keys = chunks.keys
             self._slots: npt.NDArray[np.int64] | None = None
             if request.slot_mapping is not None:
                 self._slots = slots_as_array(request.slot_mapping)
@@ -259,6 +261,15 @@ class OpenLoad:
             part = written[offset : offset + len(self._slots)]
             part &= self._slots[: len(part)] != SKIP_SLOT
         return torch.from_numpy(written)
+
+    def note_order(self) -> None:
+        """Let the prompt be evicted from its end on, whatever tiers it came from.
+
+        Call it after :meth:`close`, which notes the use of what was pinned, and not from a
+        finalizer: it waits for the locks of the tiers.
+        """
+        if self.keys:
+            self._parts.storage_manager.note_order(self._prompt_keys)
 
     def close(self) -> None:
         """Give all references and the lease back; a second call does nothing."""

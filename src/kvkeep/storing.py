@@ -178,6 +178,8 @@ class OpenStore:
             else:
                 stops = [stop for loss, stop in _LOSSES if loss in outcomes]
                 self._stops[index] = stops[0] if stops else StoreStop.FAILED
+        if self.copied_keys:  # the chunks before these, from earlier stores, must outlive them
+            self._parts.storage_manager.note_order(self._chunks.keys)
         return num_tokens, num_bytes
 
     def _result(self, copied_tokens: int) -> StoreResult:

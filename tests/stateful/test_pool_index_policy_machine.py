@@ -50,6 +50,30 @@ class Order:
                 self.entries[number][1] = self.time
                 self.entries[number][2] += 1
 
+    def note(self, run):
+        """A prompt: its later chunks shall go first."""
+        here = [number for number in run if number in self.entries]
+        if self.policy == "mru":
+            self._use_at_once(here)
+        elif self.policy == "fifo":
+            self._arrive_in_order(here)
+        else:
+            self._use_at_once(reversed(here))
+            most = 0
+            for number in reversed(here):
+                self.entries[number][2] = most = max(most, self.entries[number][2])
+
+    def _use_at_once(self, numbers):
+        for number in numbers:
+            self.time += 1
+            self.entries[number][1] = self.time
+
+    def _arrive_in_order(self, here):
+        for place, number in reversed(list(enumerate(here))):
+            if any(self.entries[later][0] > self.entries[number][0] for later in here[place:]):
+                self.time += 1
+                self.entries[number][0] = self.time
+
     def ranked(self):
         rank = {
             "fifo": lambda entry: entry[0],
@@ -215,6 +239,13 @@ class PoolMachine(RuleBasedStateMachine):
     def touch(self, batch):
         self.pool.touch_cache([KEYS[number] for number in batch])
         self.order.use(batch)
+
+    @rule(run=prefixes)
+    def note_order(self, run):
+        self.pool.note_order([KEYS[number] for number in run])
+        self.order.note(run)
+        in_order = [number for number in self.order.ranked() if number in run]
+        assert in_order == [n for n in reversed(run) if n in self.order.entries]
 
     @rule(batch=batches)
     def remove(self, batch):

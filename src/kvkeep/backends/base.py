@@ -141,6 +141,14 @@ class StorageBackendInterface(ABC):
         A tier that keeps no order of use does nothing. Keys that are not there are skipped.
         """
 
+    def note_order(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - not every tier evicts
+        """Let these chunks of one prompt, in order, be evicted from the last one on.
+
+        Called when a prompt was stored or loaded, after its chunks came in or were used, perhaps in
+        several parts. It is no use. Keys that are not there are skipped; a tier that keeps no order
+        does nothing.
+        """
+
     @abstractmethod
     def clear(self) -> int:
         """Remove everything; returns how many chunks there were."""

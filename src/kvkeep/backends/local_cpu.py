@@ -166,6 +166,12 @@ class LocalCPUBackend(AllocatorBackendInterface):
         with self._lock:
             self._touch_locked(keys)
 
+    def note_order(self, keys: Sequence[ChunkKey]) -> None:
+        """Let these chunks of one prompt be evicted from the last one on."""
+        with self._lock:
+            self._note_used_locked()
+            self._policy.note_order(keys, self.hot_cache)
+
     def _touch_locked(self, keys: Sequence[ChunkKey]) -> None:
         self._note_used_locked()
         hot_cache = self.hot_cache

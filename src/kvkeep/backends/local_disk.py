@@ -170,8 +170,7 @@ class LocalDiskBackend(StorageBackendInterface):
     def _pin(self, keys: Sequence[ChunkKey], objs: Sequence[MemoryObj], lease: Lease) -> int:
         """Give pins on loaded objects to a lease, and the objects to the CPU tier."""
         try:
-            # The first chunk last: the CPU tier then evicts suffixes before their prefixes.
-            self._allocator_backend.batched_submit_put_task(keys[::-1], objs[::-1])
+            self._allocator_backend.batched_submit_put_task(keys, objs)
         except BackendError:
             self._reports.fault("promote", "allocator_backend")
         batched_pin(objs)
@@ -188,6 +187,10 @@ class LocalDiskBackend(StorageBackendInterface):
     def touch_cache(self, keys: Sequence[ChunkKey]) -> None:
         """Note one use of each chunk, the last one first."""
         self._index.note_use(keys)
+
+    def note_order(self, keys: Sequence[ChunkKey]) -> None:
+        """Let these chunks of one prompt be evicted from the last one on."""
+        self._index.note_order(keys)
 
     # -- loads -------------------------------------------------------------------------------
 

@@ -36,6 +36,17 @@ class CachePolicy(ABC, Generic[V]):
             keys: the last chunk that is present, if there is one, and the missing ones after it.
         """
 
+    def note_order(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """``keys`` follow each other in one prompt: of those here, the later ones shall go first.
+
+        The backend says this when a prompt was stored or loaded, perhaps as the next of several
+        parts. It is no use of the chunks. A policy with an order that cannot be wrong ignores it.
+
+        Args:
+            keys: the chunks of a prompt in order; some may be missing.
+            mapping: the mapping from :meth:`init_mutable_mapping`.
+        """
+
     @abstractmethod
     def update_on_put(self, key: ChunkKey) -> None:
         """``key`` was just inserted into the mapping."""

@@ -8,7 +8,7 @@ scheme", 2010).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import ClassVar
 
 from kvkeep.keys import ChunkKey
@@ -39,6 +39,26 @@ class LFUPolicy(CachePolicy[V]):
     def init_mutable_mapping(self) -> MutableMapping[ChunkKey, V]:
         """A plain dict; the order is kept in the buckets."""
         return {}
+
+    def note_order(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Among equals make the first chunk the most recent one.
+
+        No use is counted, but a chunk with fewer uses than one that follows it gets as many: each
+        use of that one was one of its own, and it was away for some of them.
+        """
+        highest = self._ring
+        for key in reversed(keys):
+            bucket = self._bucket_of.get(key)
+            if bucket is None:
+                continue
+            if bucket.uses >= highest.uses:
+                highest = bucket
+                bucket.keys.move_to_end(key)
+                continue
+            del bucket.keys[key]
+            highest.keys[key] = None
+            self._bucket_of[key] = highest
+            self._unlink_if_empty(bucket)
 
     def update_on_put(self, key: ChunkKey) -> None:
         """First use."""

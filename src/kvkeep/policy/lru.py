@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from itertools import islice
 from typing import ClassVar, cast
 
@@ -19,6 +19,13 @@ class LRUPolicy(CachePolicy[V]):
     def init_mutable_mapping(self) -> MutableMapping[ChunkKey, V]:
         """An ordered dict, least recent first."""
         return OrderedDict()
+
+    def note_order(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Make the first chunk the most recent one, then the second, and so on."""
+        ordered = cast("OrderedDict[ChunkKey, V]", mapping)
+        for key in reversed(keys):
+            if key in ordered:
+                ordered.move_to_end(key)
 
     def update_on_put(self, key: ChunkKey) -> None:
         """Nothing to note: a new entry of the mapping is its most recent one."""

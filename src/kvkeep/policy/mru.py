@@ -7,7 +7,7 @@ part that it has.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from itertools import islice
 from typing import ClassVar, cast
 
@@ -23,6 +23,13 @@ class MRUPolicy(CachePolicy[V]):
     def init_mutable_mapping(self) -> MutableMapping[ChunkKey, V]:
         """An ordered dict, most recent last."""
         return OrderedDict()
+
+    def note_order(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Make the last chunk the most recent one, since that one goes first."""
+        ordered = cast("OrderedDict[ChunkKey, V]", mapping)
+        for key in keys:
+            if key in ordered:
+                ordered.move_to_end(key)
 
     def update_on_put(self, key: ChunkKey) -> None:
         """Nothing to note: a new entry of the mapping is its most recent one."""

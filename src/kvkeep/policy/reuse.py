@@ -18,6 +18,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 from kvkeep.keys import ChunkKey
@@ -103,6 +104,14 @@ class ReusePolicy(CachePolicy[V]):
         while len(noted) > _MAX_NOTED:
             noted.popitem(last=False)
 
+    def note_order(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Learn what follows what, where :meth:`note_chain` has not said it."""
+        for before, key in pairwise(keys):
+            chunk = self._stored.get(key)
+            if chunk is not None and chunk.before is None:
+                chunk.before = before
+                self._add_successor(before)
+
     def update_on_put(self, key: ChunkKey) -> None:
         """File the chunk in its queue; one that is remembered was used again."""
         before, chunk_class = self._noted.pop(key, (None, UNKNOWN))
@@ -126,9 +135,12 @@ class ReusePolicy(CachePolicy[V]):
     def update_on_hit(self, key: ChunkKey, mapping: MutableMapping[ChunkKey, V]) -> None:
         """Move the chunk to the queue of those used now. Uses within one epoch count as one."""
         chunk = self._stored[key]
+        is_end = key not in self._num_after
         if chunk.epoch == self._epoch:
+            if is_end:
+                self._ends[chunk.epoch, chunk.chunk_class].move_to_end(key)
             return
-        if key in self._num_after:
+        if not is_end:
             self._use(chunk)
             return
         self._drop_end(key, chunk)

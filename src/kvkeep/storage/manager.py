@@ -103,8 +103,7 @@ class StorageManager:
             ValueError: there is no such tier.
         """
         self._tiers.check_names([name])
-        backend = self.storage_backends[name]
-        failed = BackendHealth(False, "its health check failed")
+        backend, failed = self.storage_backends[name], BackendHealth(False, "its check failed")
         return self._guard.call(backend, "health", backend.health, failed)
 
     def allocate(
@@ -208,12 +207,11 @@ class StorageManager:
             tiers = self._tiers.active(None if location is None else [location])
             if self._tiers.frozen or not keys:
                 return {}
-            results = {}
-            for backend in tiers:
-                outcomes = self._transfer.put(backend, keys, objs, self.allocator_backend)
-                if outcomes is not None:
-                    results[backend.name] = outcomes
-            return results
+            results = {
+                backend.name: self._transfer.put(backend, keys, objs, self.allocator_backend)
+                for backend in tiers
+            }
+            return {name: done for name, done in results.items() if done is not None}
 
     def contains(
         self,
@@ -303,11 +301,10 @@ class StorageManager:
         """
         if len({len(layer) for layer in keys_layer_major}) > 1:
             raise ValueError("every layer needs the same chunks")
-        count = len(keys_layer_major[0]) if keys_layer_major else 0
-        runs = [LocatedRun(location, 0, count)] if isinstance(location, str) else location
+        chunks = [key.chunk for key in keys_layer_major[0]] if keys_layer_major else []
+        runs = [LocatedRun(location, 0, len(chunks))] if isinstance(location, str) else location
         tiers = [self._tiers.readable([run.location]) for run in runs]
         if keys_layer_major:
-            chunks = [key.chunk for key in keys_layer_major[0]]
             parts = [(found[0], run) for found, run in zip(tiers, runs, strict=True) if found]
             future = self._transfer.start_gets(chunks, parts)
             yield from [future] * len(keys_layer_major)
@@ -316,6 +313,11 @@ class StorageManager:
         """Note one use of each chunk, the last one first, in every tier or the one named."""
         for backend in self._tiers.active(None if location is None else [location]):
             self._guard.call(backend, "touch", partial(backend.touch_cache, keys), None)
+
+    def note_order(self, keys: Sequence[ChunkKey]) -> None:
+        """Let these chunks of one prompt, in order, be evicted from the last one on, everywhere."""
+        for backend in self._tiers.active():
+            self._guard.call(backend, "touch", partial(backend.note_order, keys), None)
 
     def remove(self, key: ChunkKey, locations: Collection[str] | None = None) -> int:
         """Remove a chunk from every tier or those named; returns from how many."""

@@ -215,6 +215,12 @@ class DiskIndex:
                 if key in self._entries:
                     self._policy.update_on_hit(key, self._entries)
 
+    def note_order(self, keys: Sequence[ChunkKey]) -> None:
+        """Let these chunks of one prompt be evicted from the last one on."""
+        with self._lock:
+            self._note_used_locked()
+            self._policy.note_order(keys, self._entries)
+
     def pop_victim(self) -> ChunkKey | None:
         """Take the chunk to evict next out of the index; its file is the caller's to remove."""
         with self._lock:
