@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from kvkeep.connectors.vllm.metadata import LoadSpec, WorkerMeta
+from kvkeep.connectors.vllm import KVKeepConnector
+from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.requests import LoraNames, scope_of
+from kvkeep.connectors.vllm.stats import KVKeepStats, StepStats
 from kvkeep.connectors.vllm.worker import load_slots
 from kvkeep.tokens import PLAIN
 
@@ -411,6 +414,58 @@ def test_a_reset_in_the_middle_of_a_save_forgets_that_too(toy_engine, monkeypatc
     assert engine.generate("a", PROMPT) == engine.true_outputs("a")
     assert engine.client.check()[0].num_chunks == 0
     monkeypatch.undo()
+    engine.finish()
+
+
+def test_a_forward_pass_that_raised_is_not_stored(toy_engine):
+    """vLLM calls wait_for_save while the exception is on its way up."""
+    engine = toy_engine()
+    engine.add("a", PROMPT)
+    engine.schedule()
+    meta = engine._queue[0].scheduled.kv_connector_metadata
+    assert len(meta.saves) == 1
+    engine.worker.bind_connector_metadata(meta)
+    with pytest.raises(RuntimeError, match="model"):
+        try:
+            raise RuntimeError("the model failed")
+        finally:
+            engine.worker.wait_for_save()
+    assert engine.client.check()[0].num_chunks == 0
+    engine.worker.clear_connector_metadata()
+    engine.run_all()
+    assert engine.client.check()[0].num_chunks == 5
+    engine.finish()
+
+
+def test_what_travels_between_vllms_processes_survives():
+    spec = LoadSpec("r#0", b"\0" * 4, PLAIN, 0, 4, (1,))
+    meta = StepMeta([spec], [SaveSpec("r", b"\0" * 4, PLAIN, 0, (1,))], {0: 1}, 2)
+    for value in (meta, WorkerMeta({0: 1})):
+        assert pickle.loads(pickle.dumps(value)) == value
+
+
+def test_counters_for_vllms_log():
+    stats = KVKeepStats.of(StepStats(loaded_tokens=3))
+    assert not stats.is_empty()
+    total = stats.aggregate(KVKeepStats.of(StepStats(loaded_tokens=4, stored_tokens=5)))
+    again = KVKeepConnector.build_kv_connector_stats(total.to_dict())
+    assert again.reduce() == {
+        "loaded_tokens": 7,
+        "stored_tokens": 5,
+        "failed_tokens": 0,
+        "failures": 0,
+    }
+    total.reset()
+    assert total.is_empty()
+
+
+def test_stats_of_a_step(toy_engine):
+    engine = toy_engine()
+    engine.generate("a", PROMPT)
+    engine.generate("b", PROMPT)
+    stats = engine.worker.get_kv_connector_stats().reduce()
+    assert (stats["stored_tokens"], stats["loaded_tokens"]) == (40, 39)
+    assert engine.worker.get_kv_connector_stats().is_empty()
     engine.finish()
 
 
