@@ -101,17 +101,12 @@ class LocalCPUBackend(AllocatorBackendInterface):
         """
         with self._lock:
             hot_cache = self.hot_cache
+            found = next((n for n, key in enumerate(keys) if key not in hot_cache), len(keys))
+            if found < len(keys):
+                self._policy.note_chain(keys[max(found - 1, 0) :])
             if pin is None:
-                for index, key in enumerate(keys):
-                    if key not in hot_cache:
-                        return index
-                return len(keys)
-            entries: list[tuple[ChunkKey, MemoryObj]] = []
-            for key in keys:
-                obj = hot_cache.get(key)
-                if obj is None:
-                    break
-                entries.append((key, obj))
+                return found
+            entries = [(key, hot_cache[key]) for key in keys[:found]]
             pinned = [obj for _, obj in entries]
             batched_pin(pinned)
         if entries and not pin.add_all(self, entries):

@@ -44,7 +44,7 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-PolicyName = Annotated[Literal["fifo", "lru", "lfu", "mru"], BeforeValidator(_lower)]
+PolicyName = Annotated[Literal["fifo", "lru", "lfu", "mru", "reuse"], BeforeValidator(_lower)]
 Tags = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_sorted_pairs)]
 
 
@@ -68,7 +68,9 @@ class CpuSettings(_Frozen):
         "worker's share of it), whichever is less.",
     )
     policy: PolicyName = Field(
-        "lru", description="Order of eviction: fifo, lru, lfu or mru, in any case."
+        "reuse",
+        description="Order of eviction: reuse, lru, lfu, fifo or mru, in any case; see "
+        "docs/policies.md.",
     )
     first_rank_size: SizeBytes | None = Field(
         None,
@@ -131,7 +133,7 @@ class DiskSettings(_Frozen):
         20 << 30,
         description="Most bytes of files in the directory, over all processes that share it.",
     )
-    policy: PolicyName = Field("lru", description="Order of eviction from the disk.")
+    policy: PolicyName = Field("reuse", description="Order of eviction from the disk.")
     threads: int = Field(
         4, ge=2, le=256, description="Threads for file I/O; one of them serves loads only."
     )

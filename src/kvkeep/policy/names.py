@@ -9,6 +9,7 @@ from kvkeep.policy.fifo import FIFOPolicy
 from kvkeep.policy.lfu import LFUPolicy
 from kvkeep.policy.lru import LRUPolicy
 from kvkeep.policy.mru import MRUPolicy
+from kvkeep.policy.reuse import ReusePolicy
 
 #: Every policy by its name in lower case.
 POLICIES: dict[str, type[CachePolicy[MemoryObj]]] = {
@@ -18,6 +19,7 @@ POLICIES: dict[str, type[CachePolicy[MemoryObj]]] = {
         LFUPolicy[MemoryObj],
         LRUPolicy[MemoryObj],
         MRUPolicy[MemoryObj],
+        ReusePolicy[MemoryObj],
     )
 }
 

@@ -193,7 +193,7 @@ def test_variables_of_tests_and_of_the_demo_are_no_settings():
         ({"cpu.size": 20}, "4096"),
         ({"cpu.size": "-1GiB"}, "with its unit"),
         ({"cpu.size": [1]}, "with its unit"),
-        ({"cpu.policy": "arc"}, "'fifo', 'lru', 'lfu' or 'mru'"),
+        ({"cpu.policy": "arc"}, "'fifo', 'lru', 'lfu', 'mru' or 'reuse'"),
         ({"cpu.policy": None}, "cpu.policy = None"),
         ({"cpu.copy_threads": 0}, "copy_threads"),
         ({"cpu.alloc_timeout": "5"}, "with its unit"),

@@ -94,7 +94,7 @@ def test_names_are_case_insensitive(name):
 
 
 def test_every_policy_is_in_the_table_under_its_name():
-    assert set(POLICIES) == {"fifo", "lfu", "lru", "mru"}
+    assert set(POLICIES) == {"fifo", "lfu", "lru", "mru", "reuse"}
     for name in POLICIES:
         assert create_policy(name).name == name
     assert create_policy("lru") is not create_policy("lru")
@@ -102,5 +102,5 @@ def test_every_policy_is_in_the_table_under_its_name():
 
 @pytest.mark.parametrize("name", ["", "arc", "lrux"])
 def test_an_unknown_name_lists_the_known(name):
-    with pytest.raises(ConfigError, match="fifo, lfu, lru, mru"):
+    with pytest.raises(ConfigError, match="fifo, lfu, lru, mru, reuse"):
         create_policy(name)
