@@ -37,7 +37,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kvkeep_pool_bytes": ("Bytes of the memory pool.", ("state",)),
     "kvkeep_leases_open": ("Leases that wait for their load.", ()),
     "kvkeep_chunks": ("Chunks that can be read.", ("tier",)),
-    "kvkeep_backend_bypassed": ("1 while a tier is left out as unhealthy, else 0.", ("tier",)),
+    "kvkeep_backend_bypassed": ("1 while a tier is left out, else 0.", ("tier",)),
 }
 
 

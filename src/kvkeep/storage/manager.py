@@ -1,8 +1,7 @@
 """StorageManager: the tiers as one hierarchy.
 
-Callable from any thread. The order of the tiers is their priority. A tier that fails, or whose
-health check failed (bypassed), is left out and the others go on; faults of tiers are counted and
-never raised, mistakes of the caller are.
+Callable from any thread. The order of the tiers is their priority. A tier that fails or is bypassed
+is left out and the others go on; its faults are counted and never raised, the caller's are raised.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from kvkeep.memory.base import MemoryObj, MemoryReport
 from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
+from kvkeep.storage.clearing import Clearing
 from kvkeep.storage.guard import BackendGuard
 from kvkeep.storage.leases import LeaseTable
 from kvkeep.storage.search import PrefixSearch
@@ -68,6 +68,7 @@ class StorageManager:
         )
         self.metrics = metrics
         self._guard = BackendGuard(metrics)
+        self._clearing = Clearing(self._tiers, self._guard)
         self._search = PrefixSearch(self._tiers, self._guard)
         self._transfer = Transfer(self._tiers, allocator_backend, self._guard, metrics)
         metrics.watch_leases(self.leases.__len__)
@@ -103,8 +104,7 @@ class StorageManager:
             ValueError: there is no such tier.
         """
         self._tiers.check_names([name])
-        backend, failed = self.storage_backends[name], BackendHealth(False, "its check failed")
-        return self._guard.call(backend, "health", backend.health, failed)
+        return self._clearing.health(name)
 
     def allocate(
         self,
@@ -337,11 +337,11 @@ class StorageManager:
         return self.leases.release(lookup_id)
 
     def clear(self, locations: Collection[str] | None = None) -> int:
-        """Remove everything from every tier or those named; returns how many copies there were."""
-        return sum(
-            self._guard.call(backend, "clear", backend.clear, 0)
-            for backend in self._tiers.active(locations)
-        )
+        """Remove everything from every tier or those named; returns how many copies there were.
+
+        A tier that fails at it, or is left out now, takes part again once it has been cleared.
+        """
+        return self._clearing.clear(locations)
 
     def close(self) -> None:
         """End all leases and close the tiers, the lowest one first; a second call does nothing."""

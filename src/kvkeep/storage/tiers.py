@@ -35,7 +35,8 @@ class Tiers:
         if len(self.backends) != len(backends):
             raise ValueError(f"names of tiers repeat: {[backend.name for backend in backends]}")
         self.frozen = False
-        self.bypassed: frozenset[str] = frozenset()  # written with _lock
+        self._unhealthy: frozenset[str] = frozenset()  # written with _lock
+        self._owing: frozenset[str] = frozenset()  # written with _lock
         self._allocator_backend = allocator_backend
         self._lock = threading.Lock()
 
@@ -47,7 +48,26 @@ class Tiers:
         """
         self.check_names([name])
         with self._lock:
-            self.bypassed = self.bypassed | {name} if bypassed else self.bypassed - {name}
+            self._unhealthy = self._unhealthy | {name} if bypassed else self._unhealthy - {name}
+
+    def set_owing(self, name: str, owing: bool) -> None:
+        """Note that a tier has to be cleared before it takes part again, or has been.
+
+        Raises:
+            ValueError: there is no tier of this name.
+        """
+        self.check_names([name])
+        with self._lock:
+            self._owing = self._owing | {name} if owing else self._owing - {name}
+
+    def is_owing(self, name: str) -> bool:
+        """The tier has to be cleared before it takes part again."""
+        return name in self._owing
+
+    @property
+    def bypassed(self) -> frozenset[str]:
+        """Names of the tiers that are left out now."""
+        return self._unhealthy | self._owing
 
     def is_bypassed(self, name: str) -> bool:
         """The tier is left out now."""

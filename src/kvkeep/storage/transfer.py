@@ -184,6 +184,8 @@ class Transfer:
         """Put every chunk that arrived from a lower tier into the first one."""
         if backend is self._first or self._first not in self._tiers.active():
             return
+        if self._tiers.frozen:  # since the chunks were asked for
+            return
         arrived = [(key, obj) for key, obj in zip(keys, objs, strict=True) if obj is not None]
         if arrived:
             source = backend.get_allocator_backend()
