@@ -1,9 +1,8 @@
 """CacheEngine: store, load and look up the KV of prompts. One per worker (rank).
 
-It joins a token database, a GPU connector and a storage manager. Built and ended by
-:class:`kvkeep.manager.CacheManager`. Its verbs may be called from any thread; several may run at
-once, on different pages of the engine. What is broken outside (a tier, a device) is a result and a
-metric; what the caller got wrong is a ValueError.
+It joins a token database, a GPU connector and a storage manager. Its verbs may be called from any
+thread; several may run at once, on different pages of the engine. What is broken outside (a tier, a
+device) is a result and a metric; what the caller got wrong is a ValueError.
 """
 
 from __future__ import annotations
@@ -260,7 +259,7 @@ class CacheEngine:
             tokens, None, merge_scope(scope, request_configs)
         )
         if not self.is_healthy():
-            return refuse_lookup(self._parts)
+            return refuse_lookup(self._parts, chunks, counted=counted)
         lease_id = lookup_id if pin else None
         return look_up(
             self._parts, chunks, lease_id=lease_id, search_range=search_range, counted=counted
@@ -313,7 +312,8 @@ class CacheEngine:
         """
         tags = merge_scope(PLAIN, request_configs).tags
         if tags:
-            return self._storage.batched_remove(self._tagged.take(tags), locations)
+            keys = self._tagged.of(tags) if locations is not None else self._tagged.take(tags)
+            return self._storage.batched_remove(keys, locations)
         if locations is None:
             self._tagged.forget_all()
         return self._storage.clear(locations)

@@ -41,6 +41,7 @@ def look_up(
         if runs:
             storage.leases.keep(lease_id, lease)
         else:
+            lease.release()  # a tier may have pinned something and failed then
             storage.leases.release(lease_id)
     found: dict[str, int] = {}
     for run in runs:
@@ -51,7 +52,9 @@ def look_up(
     return sum(found.values())
 
 
-def refuse_lookup(parts: EngineParts) -> int:
-    """The answer of an unhealthy engine: nothing is found."""
+def refuse_lookup(parts: EngineParts, chunks: TokenChunks, *, counted: bool) -> int:
+    """The answer of an unhealthy engine: nothing is found, which is a miss in the hit rate too."""
     parts.metrics.failure(ENGINE_MEMORY, "lookup", "unhealthy")
+    if counted:
+        parts.metrics.lookup(asked=chunks.num_tokens, found={})
     return 0

@@ -48,6 +48,11 @@ class TaggedKeys:
                 kept.difference_update(gone)
                 self._prune_at[tags] = max(MIN_PRUNE, 2 * len(kept))
 
+    def of(self, tags: Tags) -> list[ChunkKey]:
+        """The keys noted under exactly these tags."""
+        with self._lock:
+            return list(self._keys.get(tags, ()))
+
     def take(self, tags: Tags) -> list[ChunkKey]:
         """The keys noted under exactly these tags, which are forgotten."""
         with self._lock:

@@ -4,6 +4,7 @@ import pytest
 
 from kvkeep.backends.reference import DictBackend
 from kvkeep.testing.engine_rig import EngineRig
+from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
 
 TOKENS = list(range(1000, 1032))
 
@@ -55,6 +56,29 @@ def test_hits_are_counted_by_tier() -> None:
         assert values["kvkeep_lookup_tokens_total"] == 35
         assert values['kvkeep_lookup_hit_tokens_total{tier="LocalCPUBackend"}'] == 8
         assert values['kvkeep_lookup_hit_tokens_total{tier="DictBackend"}'] == 24  # one run
+
+
+def test_a_tier_that_pins_and_then_fails_keeps_no_pin() -> None:
+    """Fault 17: its chunks belong to no answer, so nobody would ever unpin them."""
+    fault = Fault("contains", FaultKind.RAISE_AFTER, 1)
+    with EngineRig(tiers=[lambda first: FaultyBackend(DictBackend(first), [fault])]) as rig:
+        rig.fill(TOKENS)
+        rig.storage.clear(["LocalCPUBackend"])
+        assert rig.engine.lookup(TOKENS, lookup_id="a", pin=True) == 0
+        rig.check_idle()
+
+
+def test_what_is_cleared_by_tags_in_one_tier_can_be_cleared_in_the_others() -> None:
+    tags = {"kvkeep.tag.tenant": "a"}
+    with EngineRig(tiers=[DictBackend]) as rig:
+        slots = rig.model.slots(range(8), 32)
+        rig.engine.store(
+            TOKENS, kvcaches=rig.model.caches, slot_mapping=slots, request_configs=tags
+        )
+        assert rig.engine.clear(["DictBackend"], tags) == 4
+        assert rig.engine.lookup(TOKENS, request_configs=tags) == 32
+        assert rig.engine.clear(None, tags) == 4
+        assert rig.engine.lookup(TOKENS, request_configs=tags) == 0
 
 
 def test_clear_by_tags_removes_only_theirs() -> None:

@@ -168,6 +168,7 @@ def test_an_unhealthy_engine_does_nothing_and_says_so() -> None:
         assert values['kvkeep_load_failed_tokens_total{cause="unhealthy"}'] == 32
         name = 'kvkeep_failures_total{tier="engine",operation="lookup",cause="unhealthy"}'
         assert values[name] == 1
+        assert values["kvkeep_lookup_tokens_total"] == 64, "a refused lookup is a miss"
         rig.cpu.health = healthy
         assert rig.engine.health().healthy
         assert retrieve(rig).all()
