@@ -80,7 +80,12 @@ class OpenStore:
             self._stops[index] = StoreStop.NO_ROOM
 
     def _missing(self) -> list[tuple[int, int, int]]:
-        """(index, start, end) of the chunks that are not masked and not stored."""
+        """(index, start, end) of the chunks that are not masked and not stored.
+
+        All tiers are asked once, for the run of stored chunks. After its end only the memory is: to
+        ask a disk chunk by chunk would be I/O for each. What only a lower tier has there is copied
+        out of the engine again, and put into those that lack it.
+        """
         chunks = self._chunks
         storage = self._parts.storage_manager
         parts = [
@@ -88,7 +93,8 @@ class OpenStore:
         ]
         present = storage.batched_contains(chunks.keys[chunks.first :])
         first, rest = parts[present : present + 1], parts[present + 1 :]
-        return first + [part for part in rest if storage.contains(chunks.keys[part[0]]) is None]
+        own = storage.storage_backends.keys() & {storage.allocator_backend.name}
+        return first + [part for part in rest if not storage.contains(chunks.keys[part[0]], own)]
 
     def copy(self) -> None:
         """Copy all layers out of the engine. A failure leaves nothing to commit.

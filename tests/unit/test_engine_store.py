@@ -9,6 +9,7 @@ from kvkeep.engine import StoreResult, StoreStop
 from kvkeep.errors import LayoutError, MaskError, TokenError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.testing.engine_rig import EngineRig
+from kvkeep.testing.faulty import FaultyBackend
 from kvkeep.testing.paged_engine import PagedEngine
 from kvkeep.tokens import make_scope
 
@@ -70,6 +71,22 @@ def test_a_gap_in_the_middle_is_filled() -> None:
         rig.model.wipe(range(64))
         assert retrieve(rig).all()
         assert all(rig.model.right_pages(TOKENS, PAGES))
+
+
+def test_a_store_asks_a_lower_tier_once_and_not_chunk_by_chunk() -> None:
+    asked: list[FaultyBackend] = []
+
+    def make(first):
+        asked.append(FaultyBackend(DictBackend(first)))
+        return asked[0]
+
+    with EngineRig(tiers=[make]) as rig:
+        rig.model.prefill(TOKENS, PAGES)
+        assert store(rig) == StoreResult(32, 32, None)
+        assert asked[0].calls["contains"] == 1
+        rig.storage.batched_remove(rig.engine.token_database.process_tokens(TOKENS).keys[:1])
+        assert store(rig) == StoreResult(32, 8, None)
+        assert asked[0].calls["contains"] == 2
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 31])
