@@ -123,7 +123,7 @@ def test_a_tier_that_dies_is_left_out_everywhere_until_it_is_back(dies_by) -> No
         life.storage.touch_cache(keys)
         assert life.storage.batched_remove(keys[3:]) == 1
         assert life.engine.lookup(TOKENS) == 24
-        life.engine.clear()
+        life.engine.clear([L1])
         assert life.engine.lookup(TOKENS) == 0
         assert life.tier.asked == asked, "a tier that is left out was called"
         life.tier.is_dead = False
