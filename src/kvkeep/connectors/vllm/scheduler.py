@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.requests import LoraNames, TrackedRequest, scope_of
 from kvkeep.errors import LookupServiceError
 from kvkeep.lookup.client import LookupClient
-from kvkeep.tokens import PLAIN
+from kvkeep.tokens import PLAIN, RequestScope
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -89,6 +90,7 @@ class SchedulerSide:
         self._known_failures: dict[int, int] = {}
         self._suspects: set[str] = set()  # requests that lived when a load failed
         self._num_resets = 0
+        self._reset_tag = ""  # names what is computed since the last reset
 
     def match(self, request: Request, num_computed: int) -> int:
         """How many tokens beyond ``num_computed`` can be loaded for a waiting request.
@@ -230,14 +232,18 @@ class SchedulerSide:
     def reset(self) -> int:
         """Forget all chunks, because the weights changed, say; returns how many there were.
 
-        Nothing is stored any more of what was computed before, the step in flight included.
+        Nothing is stored any more of what was computed before, the step in flight included. What is
+        computed from now on gets other keys, since the identity does not know of the change: other
+        processes on the same disk may go on writing, and a restart may bring the old weights back.
 
         Raises:
             LookupServiceError: a worker did not answer in time.
         """
         self._drop_all_found()
+        self._reset_tag = f"reset {uuid.uuid4()}"
         for tracked in self._tracked.values():
             tracked.may_store = False
+            tracked.scope = self._scope_of(tracked.request)
         self._num_resets += 1
         return self._client.clear()
 
@@ -249,11 +255,11 @@ class SchedulerSide:
     def _track(self, request: Request) -> TrackedRequest:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
-            tracked = TrackedRequest(request, scope_of(request, self._loras))
+            tracked = TrackedRequest(request, self._scope_of(request))
             tracked.may_store = not self._suspects
             self._tracked[request.request_id] = tracked
         elif request.resumable:
-            tracked.scope = scope_of(request, self._loras)
+            tracked.scope = self._scope_of(request)
         lora = request.lora_request
         if lora is not None and lora.load_inplace:
             for other in self._tracked.values():
@@ -261,6 +267,13 @@ class SchedulerSide:
                 if used is not None and used.lora_int_id == lora.lora_int_id:
                     other.may_store = False
         return tracked
+
+    def _scope_of(self, request: Request) -> RequestScope | None:
+        """What a request adds to the identity, the last reset included."""
+        scope = scope_of(request, self._loras)
+        if scope is None or not self._reset_tag:
+            return scope
+        return replace(scope, tags=tuple(sorted((*scope.tags, (self._reset_tag, "")))))
 
     def _end_of_save(self, request: Request, num_after: int) -> int:
         """Token after the last one to store when ``num_after`` tokens are computed.

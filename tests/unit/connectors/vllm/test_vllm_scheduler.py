@@ -402,6 +402,27 @@ def test_reset_forgets_everything_and_the_step_in_flight(toy_engine):
     engine.finish()
 
 
+def test_fault_9_chunks_of_other_weights_are_not_found_after_a_reset(toy_engine):
+    """Fault 9: another process on the same disk goes on storing what the old weights gave."""
+    engine = toy_engine()
+    engine.generate("a", PROMPT)
+    engine.add("waiting", OTHER)
+    assert engine.scheduler.reset_connector_cache()
+    storage = engine.worker._worker._manager.storage
+    shape, dtype, fmt = engine.engine._connector.chunk_shape(CHUNK)
+    for prompt in (PROMPT, OTHER):  # as if the other process wrote them now
+        keys = engine.engine.token_database.process_tokens(prompt).keys
+        storage.batched_put(keys, storage.batched_allocate(shape, dtype, len(keys), fmt))
+    engine.run_all()
+    engine.generate("b", PROMPT)
+    stats = engine.worker.get_kv_connector_stats().reduce()
+    assert stats["loaded_tokens"] == 0
+    engine.generate("c", PROMPT)
+    assert engine.worker.get_kv_connector_stats().reduce()["loaded_tokens"] > 0
+    storage.clear()  # what the other process wrote
+    engine.finish()
+
+
 def test_a_reset_in_the_middle_of_a_save_forgets_that_too(toy_engine, monkeypatch):
     engine = toy_engine()
     store = engine.engine.store
