@@ -1,10 +1,16 @@
-"""``kvkeep demo``: questions about one long document, cold and with the cache."""
+"""``kvkeep demo``: questions about one long document, cold, with the cache, and after a restart."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -13,10 +19,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from kvkeep.cli.demo_report import print_report
 from kvkeep.cli.screen import quiet_screen
+from kvkeep.demo.folder import disk_folder
 from kvkeep.demo.outcome import DemoResult
 from kvkeep.demo.outcome import Progress as Report
 from kvkeep.demo.prompts import QUESTIONS
 from kvkeep.errors import KVKeepError
+
+#: Signals that end the demo in order, as Ctrl-C does: processes are ended, folders removed.
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class EngineName(StrEnum):
@@ -37,15 +47,20 @@ def demo(
     questions: Annotated[
         int, typer.Option(min=1, max=len(QUESTIONS), help="How many questions to ask.")
     ] = len(QUESTIONS),
+    disk: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the disk tier, which is kept. Default: a temporary one."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Ask questions about one long document, without and with the cache, and compare.
+    """Ask questions about one long document: without the cache, with it, and after a restart.
 
     Ends with exit code 1 if any token differs.
     """
     run = _run_vllm if engine is EngineName.VLLM else _run_transformers
     try:
-        result = run(model, QUESTIONS[:questions])
+        with _ending_in_order(), disk_folder(disk) as folder:
+            result = run(model, QUESTIONS[:questions], folder)
     except KVKeepError as error:
         typer.secho(f"kvkeep demo: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
@@ -57,21 +72,39 @@ def demo(
         raise typer.Exit(1)
 
 
-def _run_transformers(model: str | None, questions: tuple[str, ...]) -> DemoResult:
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Let signals that would end this process at once leave its ``with`` blocks first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_transformers(model: str | None, questions: tuple[str, ...], disk: Path) -> DemoResult:
     from kvkeep.demo.transformers_run import run_transformers
 
     with _Bar(Console(stderr=True)) as bar:
-        return run_transformers(_model_name(model, bar.report), questions, bar.report)
+        return run_transformers(_model_name(model, bar.report), questions, bar.report, disk)
 
 
-def _run_vllm(model: str | None, questions: tuple[str, ...]) -> DemoResult:
+def _run_vllm(model: str | None, questions: tuple[str, ...], disk: Path) -> DemoResult:
     from kvkeep.demo.vllm_run import require_vllm, run_vllm
 
     require_vllm()
     # This process is the demo's own, so its logging may be ours; what the user set stays.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with quiet_screen() as console, _Bar(console) as bar:
-        return run_vllm(_model_name(model, bar.report), questions, bar.report)
+        return run_vllm(_model_name(model, bar.report), questions, bar.report, disk)
 
 
 def _model_name(model: str | None, report: Report) -> str:

@@ -102,9 +102,9 @@ def check_found(keys: Sequence[ChunkKey], objs: Sequence[MemoryObj | None]) -> l
         return [obj is not None for obj in objs]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for something that a backend does in its own time."""
-    deadline = time.monotonic() + WAIT_S
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = WAIT_S) -> None:
+    """Wait for something that a backend or another process does in its own time."""
+    deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
