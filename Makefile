@@ -33,6 +33,7 @@ check: $(VENV)/.test ## Style, types, layers, sizes, faults and documents
 	@$(PY) scripts/check_sizes.py
 	@$(PY) scripts/check_faults.py
 	@$(PY) scripts/check_docs.py
+	@$(PY) scripts/check_seed_table.py
 
 format: $(VENV)/.test ## Format the code and write the generated tables
 	@$(VENV)/bin/ruff check --fix --quiet . || true

@@ -3,7 +3,9 @@
 Used by one thread. It calls the policy in the order in which LocalCPUBackend does: a lookup notes
 the chain from where it ends, the chunks that were found are used, the last one first, room is made
 for all missing ones at once without touching the prompt's own prefix, and they come in, the last
-one first. So what is measured here is the policy that runs in production, not a model of it.
+one first. So what is measured here is the policy that runs in production, not a model of it. (The
+engine also notes the order of each prompt, for those that are stored in parts. Here they are stored
+whole, and the order is right already but under FIFO, which is measured here in its pure form.)
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ layers = load("check_layers")
 sizes = load("check_sizes")
 faults = load("check_faults")
 docs = load("check_docs")
+seed_table = load("check_seed_table")
 
 
 @pytest.fixture
@@ -157,3 +158,26 @@ def test_broken_links_and_missing_names_are_found(tmp_path, monkeypatch):
     assert docs.missing_modules(path) == ["a.md: names none.py, which is not there"]
     path.write_text("`kvkeep.keys` `kvkeep.keys.split_layers` `kvkeep.none.at_all`")
     assert docs.missing_modules(path) == ["a.md: names kvkeep.none.at_all, which is not there"]
+
+
+def test_a_test_that_is_not_there_and_a_row_without_one_are_found(tmp_path):
+    (tmp_path / "test_a.py").write_text(
+        "def test_x(): ...\nclass TestA:\n    def test_y(self): ...\n"
+    )
+    page = tmp_path / "page.md"
+    page.write_text(
+        "| Statement | Tests |\n|---|---|\n"
+        "| a | [test_x](test_a.py)<br>[TestA.test_y](test_a.py)<br>[TestA](test_a.py) |\n"
+        "| b | not yet |\n"
+        "| c | [test_y](test_a.py)<br>[test_x](test_b.py) |\n"
+        "| d | |\n"
+    )
+    assert seed_table.problems_of(page) == [
+        "page.md:5: there is no test_y in test_a.py",
+        "page.md:5: there is no test_x in test_b.py",
+        "page.md:6: a row without a test",
+    ]
+
+
+def test_the_seed_table_names_tests_that_are_there():
+    assert seed_table.problems_of(seed_table.PAGE) == []
