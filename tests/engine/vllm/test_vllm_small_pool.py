@@ -13,14 +13,15 @@ CHUNK_BYTES = 256 * 30 * 2 * 3 * 64 * 4
 
 def test_a_pool_smaller_than_one_prompt(running, cases, reference):
     """The prefix that fits is kept; the rest goes on without."""
-    expected = [reference[case] for case in cases.concurrent]
+    prompts = cases.concurrent[:4]
+    expected = [reference[case] for case in prompts]
     with running({"cpu.size": 2 * CHUNK_BYTES + 4096}) as engine:
         for _ in range(2):
-            assert engine.generate(cases.concurrent) == expected
+            assert engine.generate(prompts) == expected
             report = engine.check_nothing_held(chunk_bytes=CHUNK_BYTES)
             assert report.num_chunks <= 2
         hits = engine.external_hits()
-        assert engine.generate([cases.concurrent[0]])[0] == expected[0]
+        assert engine.generate([prompts[0]])[0] == expected[0]
         assert engine.external_hits() - hits == 2 * CHUNK
         other = cases.by_length[3 * CHUNK]
         for _ in range(2):
