@@ -104,16 +104,21 @@ class CacheIdentity:
             request_configs: entries named ``kvkeep.tag.NAME`` become tags; others are ignored.
 
         Raises:
-            IdentityError: this identity has a salt or an adapter already and the request brings
-                another one, which would hide it.
+            IdentityError: this identity has a salt, an adapter or a tag of that name already and
+                the request brings another one, which would hide it.
         """
-        tags = dict(self.tags)
-        for name, value in (request_configs or {}).items():
-            if name.startswith(TAG_PREFIX):
-                tags[name[len(TAG_PREFIX) :]] = str(value)
+        own = dict(self.tags)
+        tags = own | {
+            name[len(TAG_PREFIX) :]: str(value)
+            for name, value in (request_configs or {}).items()
+            if name.startswith(TAG_PREFIX)
+        }
+        hidden = [name for name, value in own.items() if tags[name] != value]
+        if hidden:
+            raise IdentityError(f"a request cannot change the identity's own tags {hidden}")
         if (salt and self.salt) or (lora and self.lora):
             raise IdentityError(f"the identity names a salt or adapter already, got {self}")
-        if not salt and not lora and tags == dict(self.tags):
+        if not salt and not lora and tags == own:
             return self
         return replace(
             self,

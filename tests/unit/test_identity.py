@@ -212,6 +212,16 @@ def test_a_request_cannot_hide_the_salt_or_adapter_of_the_identity():
         base(lora="a").for_request(lora="b")
 
 
+def test_a_request_cannot_leave_the_tags_of_the_identity():
+    """Fault 9: the tags of a deployment keep its cache apart, whatever a request asks for."""
+    identity = base(tags=(("env", "prod"),))
+    with pytest.raises(IdentityError, match="own tags"):
+        identity.for_request(request_configs={"kvkeep.tag.env": "dev"})
+    assert identity.for_request(request_configs={"kvkeep.tag.env": "prod"}) == identity
+    both = identity.for_request(request_configs={"kvkeep.tag.user": "a"})
+    assert both.tags == (("env", "prod"), ("user", "a"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
