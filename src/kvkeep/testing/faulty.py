@@ -173,6 +173,10 @@ class FaultyBackend(StorageBackendInterface):
         """See the interface."""
         self.inner.touch_cache(keys)
 
+    def note_order(self, keys: Sequence[ChunkKey]) -> None:
+        """See the interface."""
+        self.inner.note_order(keys)
+
     def clear(self) -> int:
         """See the interface."""
         self._enter("clear")

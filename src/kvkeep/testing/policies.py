@@ -107,6 +107,18 @@ class PolicyContract:
         assert [run.candidates(count) for count in (8, 1, 3)] == first
         assert list(run.mapping.items()) == before
 
+    def test_a_prompt_goes_from_its_end(self, run: PolicyRun) -> None:
+        """However its parts came in, once their order was noted; what is missing is skipped."""
+        order = [make_key(number) for number in (0, 1, 2, 77, 3)]
+        for part in ((1, 0), (2,), (3,)):
+            run.put(*part)
+            run.policy.note_order(order, run.mapping)
+        assert run.candidates(4) == [3, 2, 1, 0]
+        run.hit(3, 2, 1, 0)
+        run.policy.note_order(order, run.mapping)
+        assert run.candidates(4) == [3, 2, 1, 0]
+        assert len(run.mapping) == 4
+
     def test_what_went_is_forgotten(self, run: PolicyRun) -> None:
         """It is no candidate any more, and can come again as if it were new."""
         run.put(0, 1, 2)
