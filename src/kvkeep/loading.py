@@ -242,14 +242,15 @@ class OpenLoad:
 
     def count(self, num_chunks: int, seconds: float) -> None:
         """The first ``num_chunks`` chunks were loaded in ``seconds``."""
-        tiers: dict[str, tuple[int, int]] = {}
+        if not num_chunks:
+            return
+        tokens: dict[str, int] = {}
+        num_bytes = 0
         for number, obj in enumerate(self._held.objects[:num_chunks]):
-            tokens, size = tiers.get(self._tiers[number], (0, 0))
-            tokens += self._ends[number] - self._starts[number]
-            tiers[self._tiers[number]] = (tokens, size + obj.size_bytes)
-        total = sum(size for _, size in tiers.values())
-        for tier, (tokens, size) in tiers.items():
-            self._parts.metrics.loaded(tier, tokens, size, seconds * size / total)
+            num_tokens = self._ends[number] - self._starts[number]
+            tokens[self._tiers[number]] = tokens.get(self._tiers[number], 0) + num_tokens
+            num_bytes += obj.size_bytes
+        self._parts.metrics.loaded(tokens, num_bytes, seconds)
 
     def mask(self, num_chunks: int) -> torch.Tensor:
         """True exactly where the first ``num_chunks`` chunks were written: bool [tokens], CPU."""

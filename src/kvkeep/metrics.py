@@ -91,9 +91,24 @@ class Metrics:
         """A store left ``tokens`` tokens out."""
         self._add("kvkeep_store_skipped_tokens", tokens, cause)
 
-    def loaded(self, tier: str, tokens: int, num_bytes: int, seconds: float) -> None:
-        """The KV of ``tokens`` tokens was written into the engine's memory."""
-        self._add("kvkeep_loaded_tokens", tokens, tier)
+    def loaded(
+        self,
+        tokens: Mapping[str, int],
+        num_bytes: int,
+        seconds: float,
+        *,
+        tier: str = POOL_TIER,
+    ) -> None:
+        """KV was written into the engine's memory.
+
+        Args:
+            tokens: how many, by the tier that they were found in.
+            num_bytes: bytes copied out of the pool.
+            seconds: for that copy.
+            tier: whose memory the pool is. What a lower tier read into it is that tier's to count.
+        """
+        for source, count in tokens.items():
+            self._add("kvkeep_loaded_tokens", count, source)
         self.moved(tier, LOAD, num_bytes, seconds)
 
     def load_failed(self, tokens: int, cause: str) -> None:

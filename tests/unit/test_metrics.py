@@ -16,7 +16,8 @@ def test_every_method_counts_under_its_documented_name():
     metrics = Metrics()
     metrics.lookup(asked=1000, found={"LocalCPUBackend": 512, "DictBackend": 256})
     metrics.stored(256, 4096, 0.5)
-    metrics.loaded("DictBackend", 128, 2048, 0.25)
+    metrics.loaded({"DictBackend": 128, "LocalCPUBackend": 64}, 2048, 0.25)
+    metrics.moved("DictBackend", "load", 1024, 0.125)
     metrics.store_skipped(3, "tail")
     metrics.dropped("DictBackend", "no_room", 2)
     metrics.evicted("LocalCPUBackend", 7)
@@ -31,8 +32,11 @@ def test_every_method_counts_under_its_documented_name():
         'kvkeep_bytes_total{tier="LocalCPUBackend",direction="store"}': 4096,
         'kvkeep_seconds_total{tier="LocalCPUBackend",direction="store"}': 0.5,
         'kvkeep_loaded_tokens_total{tier="DictBackend"}': 128,
-        'kvkeep_bytes_total{tier="DictBackend",direction="load"}': 2048,
-        'kvkeep_seconds_total{tier="DictBackend",direction="load"}': 0.25,
+        'kvkeep_loaded_tokens_total{tier="LocalCPUBackend"}': 64,
+        'kvkeep_bytes_total{tier="LocalCPUBackend",direction="load"}': 2048,
+        'kvkeep_seconds_total{tier="LocalCPUBackend",direction="load"}': 0.25,
+        'kvkeep_bytes_total{tier="DictBackend",direction="load"}': 1024,
+        'kvkeep_seconds_total{tier="DictBackend",direction="load"}': 0.125,
         'kvkeep_store_skipped_tokens_total{cause="tail"}': 3,
         'kvkeep_dropped_chunks_total{tier="DictBackend",cause="no_room"}': 2,
         'kvkeep_evictions_total{tier="LocalCPUBackend"}': 7,
