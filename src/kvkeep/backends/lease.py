@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class Lease:
-    """Pinned chunks with an owner and a deadline. Giving it back twice does nothing."""
+    """Pinned chunks with an owner and a deadline. Giving it back twice does nothing.
+
+    Attributes:
+        owner: the request it belongs to.
+        deadline: value of ``time.monotonic()`` after which it may be taken back.
+        opened: value of ``time.monotonic()`` when it was opened, at the start of its lookup; what a
+            lookup may take of time counts from here.
+    """
 
     def __init__(
         self,
@@ -43,6 +51,7 @@ class Lease:
         self._is_bypassed = is_bypassed
         self.owner = owner
         self.deadline = deadline
+        self.opened = time.monotonic()
         self._lock = threading.RLock()
         self._pins: dict[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]] = {}  # by _lock
         self._by_key: dict[ChunkKey, MemoryObj] = {}  # guarded by _lock

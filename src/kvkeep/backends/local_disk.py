@@ -145,11 +145,13 @@ class LocalDiskBackend(StorageBackendInterface):
         Without ``pin`` this is the index's answer; the disk is asked only for a chunk that is not
         in it, since another process may have written it. With ``pin`` every chunk of the run is in
         memory, verified, offered to the CPU tier, and held by the lease. Waits at most
-        ``lookup_timeout_s``.
+        ``lookup_timeout_s``, which counts from the opening of the lease: a prefix that is split
+        into several runs has no more time than another.
         """
         if not keys or not self._condition.may_load():
             return 0
-        deadline = time.monotonic() + self._options.lookup_timeout_s
+        opened = time.monotonic() if pin is None else pin.opened
+        deadline = opened + self._options.lookup_timeout_s
         if pin is not None:
             deadline = min(deadline, pin.deadline)
         length = self._index.run_length(keys)

@@ -211,6 +211,26 @@ def test_a_pinning_lookup_answers_only_for_what_verifies(pool, open_disk, tmp_pa
     wait_until(lambda: pool.memcheck().num_objects == 3)  # loads that had begun end first
 
 
+def test_a_lookup_of_several_runs_has_one_deadline(pool, open_disk):
+    """Fault 42: a slow disk that is asked again gets no time of its own."""
+    io, goes_on = FaultyIO(), threading.Event()
+    disk = open_disk(io=io, lookup_timeout_s=60.0)
+    put(disk, pool, KEYS)
+    pool.clear()
+    put(pool, pool, KEYS[:2])
+    io.before = lambda operation: goes_on.wait(WAIT_S)
+    lease = Lease("request", time.monotonic() + 600)
+    lease.opened -= 100.0  # the runs before took so long
+    with ThreadPoolExecutor(1) as caller:
+        answer = caller.submit(disk.batched_contains, KEYS, pin=lease)
+        try:
+            assert answer.result(WAIT_S / 2) == 2, "what is in memory needs no time"
+        finally:
+            goes_on.set()
+    lease.release()
+    assert disk.flush(WAIT_S)
+
+
 def test_a_pinning_lookup_with_little_memory(tmp_path):
     """It answers for as many chunks as there is memory for, and waits for none."""
     pool = make_pool(8)
