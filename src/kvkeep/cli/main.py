@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvkeep import __version__
+from kvkeep.cli import config
 from kvkeep.cli.demo import demo
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.add_typer(config.app, name="config")
 
 
 def _print_version(asked: bool) -> None:

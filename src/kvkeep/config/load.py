@@ -33,7 +33,7 @@ _YAML_TEXTS = {
     "plugins": "a list like [{name: mine, module: package.module:Class}]",
 }
 #: Settings that may hold secrets, so that no message shows their values.
-_SECRET = frozenset({"plugins"})
+SECRET = frozenset({"plugins"})
 #: Prefixes of variables that only the tests read.
 ENV_TEST_PREFIXES = ("KVKEEP_TEST_", "KVKEEP_STRESS_")
 
@@ -74,6 +74,7 @@ def resolve_settings(
     yaml_path: Path | None = None,
     env: Mapping[str, str] | None = None,
     extra: Mapping[str, object] | None = None,
+    extra_origin: str = "extra config",
 ) -> LoadedSettings:
     """Read, merge and check all settings.
 
@@ -82,6 +83,7 @@ def resolve_settings(
         env: environment variables; only those that start with ``KVKEEP_`` matter. None for none.
         extra: the engine's extra config, nested (``{"cpu": {"size": ...}}``) or dotted
             (``{"cpu.size": ...}``). The strongest.
+        extra_origin: what messages call the origin of ``extra``.
 
     Raises:
         ConfigError: a file cannot be read, a key is unknown or given twice, a value is malformed,
@@ -92,9 +94,9 @@ def resolve_settings(
         yaml_path = Path(env[ENV_CONFIG])
     given: dict[str, _Given] = {}
     if yaml_path is not None:
-        given.update(_flatten(_read_yaml(yaml_path), str(yaml_path)))
+        given.update(_flatten(read_yaml(yaml_path), str(yaml_path)))
     given.update(_from_env(env))
-    given.update(_flatten(extra or {}, "extra config"))
+    given.update(_flatten(extra or {}, extra_origin))
     return LoadedSettings(
         settings=_build(given), origins={path: item.origin for path, item in given.items()}
     )
@@ -139,8 +141,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return mapping
 
 
-def _read_yaml(path: Path) -> Mapping[str, object]:
-    """The top mapping of a YAML file; an empty file is an empty mapping."""
+def read_yaml(path: Path) -> Mapping[str, object]:
+    """The top mapping of a YAML file; an empty file is an empty mapping.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except OSError as error:
@@ -202,7 +208,7 @@ def _read_text(path: str, text: str, origin: str) -> object:
         try:
             value = yaml.load(text, _UniqueKeyLoader)
         except yaml.YAMLError as error:
-            cause = None if path in _SECRET else error  # which would quote the text
+            cause = None if path in SECRET else error  # which would quote the text
             raise ConfigError(f"{path} ({origin}) is not {_YAML_TEXTS[path]}") from cause
         return text if isinstance(value, bool) else value  # YAML reads off as False
     adapter: TypeAdapter[object] = TypeAdapter(
@@ -238,7 +244,7 @@ def _explain(error: ValidationError, given: Mapping[str, _Given], path: str = ""
         text = problem["msg"].removeprefix("Value error, ")
         if where:
             item = given[where]
-            shown = place if where in _SECRET else f"{where} = {item.value!r}"
+            shown = place if where in SECRET else f"{where} = {item.value!r}"
             text = f"{shown} ({item.origin}): {text}"
         else:
             named = [f"{known} by {given[known].origin}" for known in given if known in text]

@@ -10,9 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
-from kvkeep.config.units import DurationSeconds, SizeBytes, SizeBytesOrZero
+from kvkeep.config.units import DurationSeconds, SizeBytes, SizeBytesOrZero, Threads, Tokens
 
 
 def _lower(value: object) -> object:
@@ -44,13 +51,31 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-PolicyName = Annotated[Literal["fifo", "lru", "lfu", "mru", "reuse"], BeforeValidator(_lower)]
-Tags = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_sorted_pairs)]
+_POLICY_NAMES = ["fifo", "lru", "lfu", "mru", "reuse"]
+PolicyName = Annotated[
+    Literal["fifo", "lru", "lfu", "mru", "reuse"],
+    BeforeValidator(_lower),
+    WithJsonSchema({"enum": [*_POLICY_NAMES, *(name.upper() for name in _POLICY_NAMES)]}),
+]
+Tags = Annotated[
+    tuple[tuple[str, str], ...],
+    BeforeValidator(_sorted_pairs),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+]
 
 
 #: GPU number and memory node.
 NodeMap = tuple[tuple[int, int], ...]
-Placement = Annotated[Literal["auto", "off"] | NodeMap, BeforeValidator(_node_map)]
+_NODE_MAP_SCHEMA = {
+    "type": "object",
+    "patternProperties": {"^[0-9]+$": {"type": ["integer", "string"], "pattern": "^[0-9]+$"}},
+    "additionalProperties": False,
+}
+Placement = Annotated[
+    Literal["auto", "off"] | NodeMap,
+    BeforeValidator(_node_map),
+    WithJsonSchema({"anyOf": [{"enum": ["auto", "off", False]}, _NODE_MAP_SCHEMA]}),
+]
 
 
 class _Frozen(BaseModel):
@@ -112,7 +137,7 @@ class CpuSettings(_Frozen):
         5.0, description="How long a load waits for memory to be released before it is a miss."
     )
     huge_pages: bool = Field(True, description="Ask the system for huge pages where it has them.")
-    copy_threads: int = Field(
+    copy_threads: Threads = Field(
         1,
         ge=1,
         le=256,
@@ -134,7 +159,7 @@ class DiskSettings(_Frozen):
         description="Most bytes of files in the directory, over all processes that share it.",
     )
     policy: PolicyName = Field("reuse", description="Order of eviction from the disk.")
-    threads: int = Field(
+    threads: Threads = Field(
         4, ge=2, le=256, description="Threads for file I/O; one of them serves loads only."
     )
     queue: SizeBytes = Field(
@@ -234,7 +259,7 @@ Plugins = Annotated[tuple[PluginSettings, ...], BeforeValidator(_as_tuple)]
 class Settings(_Frozen):
     """All settings of kvkeep."""
 
-    chunk_size: int = Field(
+    chunk_size: Tokens = Field(
         256,
         ge=1,
         le=1 << 20,

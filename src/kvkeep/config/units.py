@@ -6,9 +6,10 @@ Used by the settings tree as pydantic field types. Pure functions, callable from
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, WithJsonSchema
 
 #: A pool below one memory page is always a forgotten unit (``20`` for ``20GiB``).
 SMALLEST_SIZE_BYTES = 4096
@@ -50,13 +51,60 @@ def parse_duration(value: object) -> object:
     return float(value)
 
 
+def format_size(size_bytes: int) -> str:
+    """A size as :func:`parse_size` reads it, exact below 8 PiB: ``20GiB``, ``4097B``."""
+    for unit, step in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= step and size_bytes % step == 0:
+            return f"{size_bytes // step}{unit}"
+    return f"{size_bytes}B"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as :func:`parse_duration` reads it: ``5s``, ``500ms``, ``250us``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.15g}{unit}"
+    return f"{seconds * 1e6:.9f}".rstrip("0").rstrip(".") + "us"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """In the annotation of a setting: what its number counts."""
+
+    name: str
+
+
+_SIZE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([kKmMgGtTpPeE][iI]?)?[bB]\s*$"}
+_DURATION_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*(us|ms|s|min|h)\s*$"}
+
+
+def _size_schema(smallest: int) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [_SIZE_TEXT, {"type": "integer", "minimum": smallest}]})
+
+
 #: A number of bytes.
-SizeBytes = Annotated[int, BeforeValidator(parse_size), Field(ge=SMALLEST_SIZE_BYTES)]
+SizeBytes = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    Field(ge=SMALLEST_SIZE_BYTES),
+    _size_schema(SMALLEST_SIZE_BYTES),
+    Unit("bytes"),
+]
 
 #: A number of bytes, or 0 for none.
-SizeBytesOrZero = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+SizeBytesOrZero = Annotated[
+    int, BeforeValidator(parse_size), Field(ge=0), _size_schema(0), Unit("bytes")
+]
 
 #: A positive, finite number of seconds.
 DurationSeconds = Annotated[
-    float, BeforeValidator(parse_duration), Field(gt=0, allow_inf_nan=False)
+    float,
+    BeforeValidator(parse_duration),
+    Field(gt=0, allow_inf_nan=False),
+    WithJsonSchema({"anyOf": [_DURATION_TEXT, {"type": "number", "exclusiveMinimum": 0}]}),
+    Unit("seconds"),
 ]
+
+#: Counts of tokens and of threads.
+Tokens = Annotated[int, Unit("tokens")]
+Threads = Annotated[int, Unit("threads")]
