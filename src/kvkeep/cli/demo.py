@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvkeep.cli.bar import Bar
 from kvkeep.cli.demo_report import print_report
 from kvkeep.cli.screen import quiet_screen
 from kvkeep.demo.folder import disk_folder
@@ -93,7 +93,7 @@ def _ending_in_order() -> Iterator[None]:
 def _run_transformers(model: str | None, questions: tuple[str, ...], disk: Path) -> DemoResult:
     from kvkeep.demo.transformers_run import run_transformers
 
-    with _Bar(Console(stderr=True)) as bar:
+    with Bar(Console(stderr=True)) as bar:
         return run_transformers(_model_name(model, bar.report), questions, bar.report, disk)
 
 
@@ -103,7 +103,7 @@ def _run_vllm(model: str | None, questions: tuple[str, ...], disk: Path) -> Demo
     require_vllm()
     # This process is the demo's own, so its logging may be ours; what the user set stays.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    with quiet_screen() as console, _Bar(console) as bar:
+    with quiet_screen() as console, Bar(console) as bar:
         return run_vllm(_model_name(model, bar.report), questions, bar.report, disk)
 
 
@@ -114,29 +114,3 @@ def _model_name(model: str | None, report: Report) -> str:
 
     report(0, 1, "preparing SmolLM2-135M-Instruct (the first time takes a while)")
     return str(prepare_model())
-
-
-class _Bar:
-    """A progress bar that is gone when the work is done."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            SpinnerColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}", markup=False),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("starting", total=None)
-
-    def report(self, done: int, total: int, doing: str) -> None:
-        """Show how far the work is."""
-        self._progress.update(self._task, completed=done, total=total, description=doing)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()

@@ -12,6 +12,8 @@ import typer
 from kvkeep import __version__
 from kvkeep.cli import config
 from kvkeep.cli.demo import demo
+from kvkeep.cli.fsck import fsck
+from kvkeep.cli.inspect import inspect
 
 app = typer.Typer(
     name="kvkeep",
@@ -22,6 +24,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.add_typer(config.app, name="config")
+app.command(epilog="Example: kvkeep inspect /var/cache/kvkeep --chunk 3fa9")(inspect)
+app.command(epilog="Example: kvkeep fsck /var/cache/kvkeep --repair")(fsck)
 
 
 def _print_version(asked: bool) -> None:
