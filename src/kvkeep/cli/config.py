@@ -24,7 +24,10 @@ from kvkeep.errors import ConfigError
 WIDTH = 80
 
 app = typer.Typer(
-    help="Show, describe and translate settings.", no_args_is_help=True, add_completion=False
+    help="Show, describe and translate settings.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]

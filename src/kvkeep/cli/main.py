@@ -14,18 +14,23 @@ from kvkeep.cli import config
 from kvkeep.cli.demo import demo
 from kvkeep.cli.fsck import fsck
 from kvkeep.cli.inspect import inspect
+from kvkeep.cli.replay import replay
 
 app = typer.Typer(
     name="kvkeep",
     help="Keeps the KV caches that an LLM engine has computed, so that a prompt is prefilled once.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
 app.add_typer(config.app, name="config")
 app.command(epilog="Example: kvkeep inspect /var/cache/kvkeep --chunk 3fa9")(inspect)
 app.command(epilog="Example: kvkeep fsck /var/cache/kvkeep --repair")(fsck)
+app.command(epilog="Example: kvkeep replay trace.jsonl --size 64GiB,128GiB --policy reuse,lru")(
+    replay
+)
 
 
 def _print_version(asked: bool) -> None:

@@ -1,0 +1,129 @@
+"""``kvkeep replay``: the table, the sentence, JSON, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep.cli.main import app
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda *arguments: CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Two prompts of two blocks in turn, five times."""
+    path = tmp_path / "trace.jsonl"
+    ids = [[1, 2], [3, 4]] * 5
+    path.write_text(
+        "".join(
+            json.dumps(
+                {"timestamp": 1000 * n, "input_length": 20, "output_length": 1, "hash_ids": prompt}
+            )
+            + "\n"
+            for n, prompt in enumerate(ids)
+        )
+    )
+    return path
+
+
+SMALL = ["--block-tokens", "10", "--block-bytes", "1MiB"]
+
+
+def test_the_table_has_a_row_per_size_and_a_column_per_policy(run, trace):
+    done = run(trace, *SMALL, "--size", "2MiB,4MiB", "--policy", "LRU,fifo")
+    assert done.exit_code == 0
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["pool", "share", "lru", "fifo", "optimum"] in lines
+    assert ["4.0", "MiB", "100.0%", "80.0%", "80.0%", "80.0%"] in lines
+    [small] = [line for line in lines if line[:2] == ["2.0", "MiB"]]
+    assert small[2:4] == ["50.0%", "0.0%"]
+    words = " ".join(done.stdout.split())
+    assert "10 requests, 200 prompt tokens; all of it is 4 blocks, 4.0 MiB" in words
+    assert "With lru, 2.0 MiB finds 0.0% of all prompt tokens; 2.0 MiB more finds +80.0" in words
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_every_policy_at_once_fits_80_columns(run, trace):
+    done = run(
+        trace, *SMALL, "--share", "1", "--policy", "reuse,lru,lfu,fifo,mru,probation", "--size",
+        "3MiB",
+    )  # fmt: skip
+    assert done.exit_code == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert all(name in done.stdout for name in ("probation", "optimum", "reuse"))
+
+
+def test_json_has_every_trace_size_and_policy(run, trace):
+    done = run(trace, trace, *SMALL, "--share", "1/2,1.0", "--json", "--policy", "lru")
+    assert done.exit_code == 0
+    first, second = json.loads(done.stdout)["traces"]
+    assert first == second
+    assert first["footprint_chunks"] == 4
+    assert [(one["chunks"], one["bytes"]) for one in first["sizes"]] == [(2, 2 << 20), (4, 4 << 20)]
+    assert first["sizes"][1]["policies"]["lru"]["hit_tokens"] == 160
+    assert first["sizes"][1]["optimum"]["token_share"] == 0.8
+    assert first["limit"]["hit_tokens"] == 160
+
+
+def test_without_sizes_shares_are_taken(run, trace):
+    done = run(trace, *SMALL, "--json")
+    [values] = json.loads(done.stdout)["traces"]
+    assert [one["chunks"] for one in values["sizes"]] == [1]
+    assert list(values["sizes"][0]["policies"]) == ["reuse", "lru"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--size", "64"], "'64': write a size with its unit"),
+        (["--size", "1KiB"], "holds no block"),
+        (["--size", "4MiB,"], "write a size with its unit"),
+        (["--share", "2"], "above 0 and at most 1"),
+        (["--share", "0"], "above 0 and at most 1"),
+        (["--share", "1/0"], "write 1/16 or 0.25"),
+        (["--share", "half"], "write 1/16 or 0.25"),
+        (["--policy", "best"], "unknown cache policy 'best'"),
+        (["--block-bytes", "0B"], "more than nothing"),
+        (["--block-tokens", "7"], "line 1: ValueError: 20 tokens do not fill 2 blocks"),
+        (["--block-tokens", "0"], "block-tokens"),
+    ],
+)
+def test_wrong_options_are_one_message_and_2(run, trace, arguments, words):
+    done = run(trace, *SMALL, *arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert words in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "No such file or directory"),
+        (b"", "has no requests"),
+        (b"[1]\n", "line 1"),
+        (b"\xff\xfe\n", "line 1"),
+        (b'{"hash_ids": [1]}\n', "line 1: KeyError"),
+    ],
+)
+def test_wrong_traces_are_one_message_that_names_the_file_and_2(run, tmp_path, content, words):
+    path = tmp_path / "t.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    done = run(path, *SMALL)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert words in done.stderr
+    assert str(path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_has_an_example(run):
+    assert "Example: kvkeep replay trace.jsonl" in run("--help").stdout
