@@ -60,12 +60,13 @@ def test_the_next_layer_is_under_way_while_one_is_used() -> None:
 
 def test_dropping_waits_for_what_is_under_way() -> None:
     threads = CopyThreads(1)
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
     ended = []
 
     def layer_jobs(layer: int):
         def copy() -> None:
             if layer == 1:
+                begun.set()
                 assert release.wait(10)
             ended.append(layer)
 
@@ -73,6 +74,7 @@ def test_dropping_waits_for_what_is_under_way() -> None:
 
     load = threads.ahead(3, layer_jobs)
     next(load)
+    assert begun.wait(10)  # what has not begun is let go instead
     threading.Timer(0.05, release.set).start()
     load.close()
     assert ended == [0, 1]
