@@ -18,6 +18,8 @@ from kvkeep.cli.failures import telling_failures
 from kvkeep.cli.texts import about_size
 from kvkeep.config.units import parse_size
 from kvkeep.errors import ConfigError, TraceError
+from kvkeep.replay.plot import plot as draw
+from kvkeep.replay.plot import require_plot
 from kvkeep.replay.simulator import HitRate
 from kvkeep.replay.sweep import (
     POLICY_NAMES,
@@ -60,6 +62,12 @@ def replay(
     block_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens in a block of the trace.")
     ] = MOONCAKE_BLOCK_TOKENS,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the table into this PNG file too; of one trace.", show_default=False
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Replay recorded workloads through the real policies, with the bytes left out.
@@ -74,18 +82,31 @@ def replay(
         policies = list(dict.fromkeys(name.strip().lower() for name in policy.split(",")))
         check_policies(policies)
         sizes, shares = _parse_sizes(size, share)
+        if plot is not None:
+            _check_plot(plot, traces)
         for path in traces:
             trace = _read(path, block_tokens)
             chunks = [chunks_of_size(one, block) for one in sizes]
             chunks += [chunks_of_share(one, trace.footprint()) for one in shares]
             with Bar(Console(stderr=True)) as bar:
                 results = sweep(trace, chunks, policies, bar.report)
+            if plot is not None:
+                draw(results, plot, path.name, lambda chunks: about_size(chunks * block))
             if as_json:
                 values.append(_values(path, results, block))
             else:
                 _print(path, results, policies, block, Console())
     if as_json:
         typer.echo(json.dumps({"traces": values}))
+
+
+def _check_plot(plot: Path, traces: list[Path]) -> None:
+    """Refuse what cannot be drawn before the work."""
+    require_plot()
+    if len(traces) != 1:
+        raise ConfigError(f"--plot draws one trace, not {len(traces)}")
+    if not plot.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {plot}: there is no such folder")
 
 
 def _read(path: Path, block_tokens: int) -> Trace:

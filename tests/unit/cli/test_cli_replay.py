@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import struct
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -123,6 +126,42 @@ def test_wrong_traces_are_one_message_that_names_the_file_and_2(run, tmp_path, c
     assert words in done.stderr
     assert str(path) in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_plot_is_a_png_of_some_size(run, trace):
+    pytest.importorskip("matplotlib")
+    path = trace.with_name("rates.png")
+    done = run(trace, *SMALL, "--size", "2MiB,4MiB", "--plot", path)
+    assert done.exit_code == 0
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n")
+    width, height = struct.unpack(">II", data[16:24])
+    assert (width, height) == (1080, 660)
+    assert len(data) > 10_000
+
+
+def test_a_plot_without_the_extra_says_how_to_get_it_before_any_work(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = run(tmp_path / "no such trace", "--plot", tmp_path / "x.png")
+    assert done.exit_code == 2
+    assert "pip install 'kvkeep[plot]'" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "number, target, words",
+    [
+        (1, "none/x.png", "there is no such folder"),
+        (2, "x.png", "draws one trace, not 2"),
+        (1, "", "Is a directory"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(run, trace, number, target, words):
+    pytest.importorskip("matplotlib")
+    done = run(*[trace] * number, *SMALL, "--plot", trace.parent / target)
+    assert done.exit_code == 2
+    assert words in " ".join(done.stderr.split())
 
 
 def test_help_has_an_example(run):
