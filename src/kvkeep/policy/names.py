@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvkeep.errors import ConfigError
-from kvkeep.memory.base import MemoryObj
 from kvkeep.policy.base import CachePolicy
 from kvkeep.policy.fifo import FIFOPolicy
 from kvkeep.policy.lfu import LFUPolicy
@@ -11,17 +12,18 @@ from kvkeep.policy.lru import LRUPolicy
 from kvkeep.policy.mru import MRUPolicy
 from kvkeep.policy.reuse import ReusePolicy
 
+if TYPE_CHECKING:  # it brings torch, which commands that only replay or name policies do without
+    from kvkeep.memory.base import MemoryObj
+
+_ALL: tuple[type[CachePolicy[MemoryObj]], ...] = (
+    FIFOPolicy,
+    LFUPolicy,
+    LRUPolicy,
+    MRUPolicy,
+    ReusePolicy,
+)
 #: Every policy by its name in lower case.
-POLICIES: dict[str, type[CachePolicy[MemoryObj]]] = {
-    policy.name: policy
-    for policy in (
-        FIFOPolicy[MemoryObj],
-        LFUPolicy[MemoryObj],
-        LRUPolicy[MemoryObj],
-        MRUPolicy[MemoryObj],
-        ReusePolicy[MemoryObj],
-    )
-}
+POLICIES = {policy.name: policy for policy in _ALL}
 
 
 def create_policy(name: str) -> CachePolicy[MemoryObj]:
