@@ -11,7 +11,7 @@ recent; docs/policies.md has figures. (T. Johnson and D. Shasha, "2Q", VLDB 1994
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import islice
 from typing import ClassVar
 
@@ -38,6 +38,14 @@ class ProbationPolicy(CachePolicy[V]):
     def init_mutable_mapping(self) -> MutableMapping[ChunkKey, V]:
         """A dict; the order is kept apart from it."""
         return {}
+
+    def note_order(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Within each of the two queues make the first chunk the last one to go."""
+        for key in reversed(keys):
+            if key in self._new:
+                self._new.move_to_end(key)
+            elif key in self._main:
+                self._main.move_to_end(key)
 
     def update_on_put(self, key: ChunkKey) -> None:
         """Put it on probation, or into the main queue if it is remembered."""
