@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
+import cloudpickle
 import pytest
 
 from kvkeep.backends.disk.names import ROOT_NAME
@@ -23,6 +25,14 @@ CHUNK = 256
 #: A chunk of this model: 256 tokens, 30 layers, K and V, 3 heads of 64 float32.
 CHUNK_BYTES = 256 * 30 * 2 * 3 * 64 * 4
 CPU, DISK = "LocalCPUBackend", "LocalDiskBackend"
+
+
+@pytest.fixture(autouse=True)
+def _functions_travel():
+    """The worker's process cannot import this module: its functions are sent whole."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def _hits(engine, tier: str) -> int:
@@ -45,12 +55,7 @@ def _manager(worker):
 
 def _in_worker(engine, function, *args):
     """Run a function in the worker's process: ``function(manager, *args)``."""
-    find = _manager
-
-    def call(worker):
-        return function(find(worker), *args)
-
-    [result] = engine.llm.collective_rpc(call)
+    [result] = engine.llm.collective_rpc(lambda worker: function(_manager(worker), *args))
     return result
 
 
