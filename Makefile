@@ -20,10 +20,10 @@ demo: $(VENV)/.demo ## A small model answers questions about a long document, co
 test: $(VENV)/.test $(VENV)/.vllm ## All tests, real engines with a real model included
 	@$(PY) -m pytest
 
-test-fast: export KVKEEP_STRESS_SECONDS ?= 5
-test-fast: export KVKEEP_STRESS_KILLS ?= 20
-test-fast: $(VENV)/.test ## All tests except those of real engines
-	@$(PY) -m pytest --ignore=tests/engine
+test-fast: export KVKEEP_STRESS_SECONDS ?= 3
+test-fast: export KVKEEP_STRESS_KILLS ?= 10
+test-fast: $(VENV)/.test ## All tests that need no engine
+	@$(PY) -m pytest --ignore=tests/engine --ignore=tests/unit/connectors/vllm
 
 check: $(VENV)/.test ## Style, types, layers, sizes, faults and documents
 	@$(VENV)/bin/ruff check .

@@ -124,7 +124,7 @@ def test_no_tokens_is_a_miss_and_no_error(empty):
         {1: 2},
         None,
         7,
-        iter([1]),
+        pytest.param(iter([1]), id="an iterator"),
     ],
     ids=repr,
 )
