@@ -1,0 +1,212 @@
+"""What a connector to a remote store promises. Start here to write one.
+
+A connector speaks to one store through a well-kept client library. It knows names and values, and
+nothing of keys, chunks or checksums: those are RemoteBackend's. A value is a frame: a header of
+``HEADER_BYTES`` and a payload, together under ONE name, so that no half of it can be lost alone
+(fault 40).
+
+Every method may be called from several I/O threads of RemoteBackend at once, blocks, and ends
+within ``timeout_s`` of its call, or very soon after. Answers stand position by position. A miss is
+a value. BackendTimeoutError (the deadline) and BackendError (the store as a whole: unreachable,
+refuses us, speaks nonsense) are raised ``from`` the client's own exception, whose class names the
+cause in the metrics. Whatever a connection was doing when something went wrong, it is never used
+again (fault 41). Messages never show a secret. Nothing is retried here: RemoteBackend does it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvkeep.codec.frame import HEADER_BYTES, Buffer
+
+__all__ = [
+    "HEADER_BYTES",
+    "ConnectorOptions",
+    "Refusal",
+    "RemoteConnector",
+    "Value",
+    "ValueSink",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """What a connector is told beside its URL.
+
+    Attributes:
+        connections: threads that will call at once; more connections are never needed.
+        connect_timeout_s: for a new connection, within the deadline of the call that makes it.
+        ttl_s: the store forgets a value so long after it was put; None: never. A connector whose
+            store cannot do that raises ConfigError when it is made.
+        max_value_bytes: no value is larger, header included.
+    """
+
+    connections: int = 4
+    connect_timeout_s: float = 1.0
+    ttl_s: float | None = None
+    max_value_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value to put: one name gets header and payload, back to back.
+
+    Attributes:
+        header: ``HEADER_BYTES`` bytes.
+        payload: contiguous bytes; memory of the pool, or what a codec made of it. It does not
+            change during the call, and must not be kept after it.
+    """
+
+    header: bytes
+    payload: Buffer
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole value."""
+        return len(self.header) + memoryview(self.payload).nbytes
+
+
+class Refusal(StrEnum):
+    """Why a store that works did not take a value. The chunk is dropped, and counted so."""
+
+    FULL = "store_full"
+    """Its memory or quota is used up."""
+    READ_ONLY = "read_only"
+    """We may not write, or the server is a replica."""
+    TOO_LARGE = "too_large"
+    """It takes no value of this size."""
+    REFUSED = "refused"
+    """Any other answer that is no fault of the store as a whole."""
+
+
+class ValueSink(ABC):
+    """Where one value goes that is read. Called by the thread that called ``get``, in this order:
+
+        begin    once, if there is a value
+        filled   as often as is convenient, or never
+        finish   once the payload is complete
+
+    Nothing is called for a name that the store does not have. RemoteBackend verifies, decodes and
+    answers for the value inside ``finish``, so a connector calls it as soon as it can, not at the
+    end of the batch. A sink that was begun and not finished when ``get`` ends is a miss.
+    """
+
+    @abstractmethod
+    def expected(self, payload_bytes: int) -> memoryview | None:
+        """Memory that a payload of this size may be read into before its header is known.
+
+        For clients that fill memory with the whole value in one call. It is what :meth:`begin` will
+        return, if the header is as expected; that must be compared (``is``) afterwards. None: read
+        the header first.
+        """
+
+    @abstractmethod
+    def begin(self, header: Buffer, size_bytes: int) -> memoryview | None:
+        """A value is there.
+
+        Args:
+            header: its first ``HEADER_BYTES`` bytes, or all of it if it is shorter, also empty.
+            size_bytes: of the whole value, as the store says.
+
+        Returns:
+            Writable memory for exactly the ``size_bytes - HEADER_BYTES`` bytes of payload; None if
+            the value is refused: skip it, and call nothing more on this sink.
+        """
+
+    @abstractmethod
+    def filled(self, payload_bytes: int) -> None:
+        """The first ``payload_bytes`` bytes of the payload are in memory and stay as they are.
+
+        Lets them be verified while they are in the processor's cache.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The payload is complete."""
+
+    @abstractmethod
+    def fail(self, cause: str) -> None:
+        """Something is under this name that is no value of ours (say, a list). It is removed."""
+
+
+class RemoteConnector(ABC):
+    """One store."""
+
+    #: What people are shown: the URL without secrets.
+    description: str
+
+    @abstractmethod
+    def sizes(self, names: Sequence[str], timeout_s: float) -> list[int]:
+        """Bytes of each whole value; 0 where there is none, or an empty one (fault 44).
+
+        One request for all names, where the store has it.
+
+        Raises:
+            BackendError: the store failed.
+        """
+
+    @abstractmethod
+    def put(
+        self, names: Sequence[str], values: Sequence[Value], timeout_s: float
+    ) -> list[Refusal | None]:
+        """Store values whole or not at all, in place of what was there; None where it is in.
+
+        Args:
+            names: different from each other.
+            values: position by position; no extra copy is made where the client can do without.
+            timeout_s: for all of them.
+
+        Raises:
+            BackendError: the store failed. Some of the values may be in.
+        """
+
+    @abstractmethod
+    def get(self, names: Sequence[str], sinks: Sequence[ValueSink], timeout_s: float) -> None:
+        """Read values into sinks.
+
+        A size is bounded (``max_value_bytes``) before anything is allocated or read: a larger one
+        goes to ``begin`` with an empty header. When this returns or raises, nothing writes into a
+        sink's memory any more, whatever a server still sends.
+
+        Raises:
+            BackendError: the store failed. Sinks that were finished before are good.
+        """
+
+    @abstractmethod
+    def remove(self, names: Sequence[str], timeout_s: float) -> list[bool]:
+        """Remove values, and whatever else has these names; True where there was something.
+
+        Raises:
+            BackendError: the store failed.
+        """
+
+    @abstractmethod
+    def names(self, prefix: str, timeout_s: float) -> Iterator[str]:
+        """Every name that starts with ``prefix``, in no particular order, perhaps one twice.
+
+        For clearing, inspection and tests. Each request of it has ``timeout_s``.
+
+        Raises:
+            BackendError: the store failed.
+        """
+
+    @abstractmethod
+    def ping(self, timeout_s: float) -> None:
+        """Make sure that the store answers, over a connection that may be a new one.
+
+        Raises:
+            BackendError: it does not.
+        """
+
+    def register(self, pool: memoryview) -> None:  # noqa: B027 - most clients need nothing of it
+        """All memory that payloads and sinks' memory outside of codecs lie in; called once, first.
+
+        For clients whose transfers need registered memory. What they cannot register they copy.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all connections; a second call does nothing. Running calls end soon, as failed."""

@@ -1,0 +1,27 @@
+"""Which connector a URL's scheme means. A connector's module is imported when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvkeep.backends.remote.base import ConnectorOptions, RemoteConnector
+from kvkeep.backends.remote.url import RemoteURL
+from kvkeep.errors import ConfigError
+
+MakeConnector = Callable[[RemoteURL, ConnectorOptions], RemoteConnector]
+
+CONNECTORS: dict[str, MakeConnector] = {}
+
+
+def create_connector(url: RemoteURL, options: ConnectorOptions) -> RemoteConnector:
+    """The connector to a store. Nothing is asked of the store yet: it may be down now.
+
+    Raises:
+        ConfigError: the scheme is unknown, or the URL or an option is wrong for it.
+        MissingExtraError: the client library is not installed.
+    """
+    make = CONNECTORS.get(url.scheme)
+    if make is None:
+        known = ", ".join(sorted(CONNECTORS))
+        raise ConfigError(f"there is no remote store of the kind {url.scheme}://; known: {known}")
+    return make(url, options)
