@@ -83,7 +83,9 @@ class Refusal(StrEnum):
 
 
 class ValueSink(ABC):
-    """Where one value goes that is read. Called by the thread that called ``get``, in this order:
+    """Where one value goes that is read.
+
+    Called by the thread that called ``get``, in this order:
 
         begin    once, if there is a value
         filled   as often as is convenient, or never
