@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measure import Row, seconds
+from kvkeep.bench.measure import Row, seconds
 
 MODULE = Path(__file__)
 

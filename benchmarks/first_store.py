@@ -18,12 +18,12 @@ from typing import Annotated
 
 import torch
 import typer
-from bench_copy import NUM_LAYERS, TOKEN_LAYER_BYTES
-from measure import machine, seconds
-from pool import Made, make_engine
 from rich.console import Console
 from rich.table import Table
 
+from kvkeep.bench.copies import NUM_LAYERS, TOKEN_LAYER_BYTES
+from kvkeep.bench.measure import machine, seconds
+from kvkeep.bench.rig import Made, make_engine
 from kvkeep.memory.paged import PagedAllocator
 from kvkeep.memory.prefault import Prefaulter
 

@@ -6,13 +6,13 @@ import importlib.util
 from pathlib import Path
 from typing import Annotated
 
-import bench_copy
-import bench_keys
 import bench_vllm
 import torch
 import typer
-from measure import Row, save, show
 from rich.console import Console
+
+from kvkeep.bench import copies, keys
+from kvkeep.bench.measure import Row, save, show
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -27,9 +27,9 @@ def main(
     rows: list[Row] = []
     sizes = [(4096, 16)] if quick else [(4096, 16), (4096, 32), (4096, 128), (16384, 16)]
     console.print("keys and lookups ...")
-    rows += bench_keys.run(repeats)
+    rows += keys.run(repeats)
     console.print("copies in and out of paged KV ...")
-    rows += bench_copy.run(repeats, sizes)
+    rows += copies.run(repeats, sizes)
     if not quick and importlib.util.find_spec("vllm") is not None:
         console.print("vLLM, with and without kvkeep ...")
         rows += bench_vllm.run(min(repeats, 5), [1024, 4096])

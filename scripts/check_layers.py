@@ -48,6 +48,9 @@ LAYERS = {
     "connectors": 6,
     "demo": 6,
     "replay": 6,
+    "bench": 6,
+    "doctor": 6,
+    "top": 6,
 }
 #: May import anything, and nothing imports it.
 ANYTHING = "testing"
@@ -66,6 +69,8 @@ PLACES = {
         "request",
         "connectors",
         "demo",
+        "bench",
+        "doctor",
     ),
     # the demo is a user of vLLM, as anybody's program is
     "vllm": ("connectors.vllm", "demo.vllm_run"),

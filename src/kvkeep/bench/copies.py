@@ -6,8 +6,9 @@ import ctypes
 from collections.abc import Callable
 
 import numpy as np
-from measure import Row, pairs, rate_row
-from pool import Made, make_engine
+
+from kvkeep.bench.measure import Row, pairs, rate_row
+from kvkeep.bench.rig import Made, make_engine
 
 NUM_LAYERS = 32
 #: K and V of one token in one layer: 8 KV heads, head size 128, two bytes.

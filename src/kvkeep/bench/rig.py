@@ -1,4 +1,4 @@
-"""A CacheEngine over paged tensors in this process, for the benchmarks."""
+"""A CacheEngine over paged tensors in this process, whose parts can be measured. One thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.config import load_settings
 from kvkeep.engine import CacheEngine
 from kvkeep.gpu.paged import PagedGPUConnector
@@ -106,5 +107,8 @@ def make_engine(
     generator = torch.Generator().manual_seed(7)
     order = torch.randperm(num_pages, generator=generator)
     with CacheManager.create(settings, identity, connector) as manager:
-        pool = tensor_pool(manager.storage.allocator_backend.allocator)
+        first = manager.storage.allocator_backend
+        if not isinstance(first, LocalCPUBackend):
+            raise TypeError(f"expected a LocalCPUBackend, got {type(first).__name__}")
+        pool = tensor_pool(first.allocator)
         yield Made(manager.engine, identity, caches, page_size, order, pool)

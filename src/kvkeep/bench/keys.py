@@ -1,0 +1,101 @@
+"""Spec 14.1 and 14.2: keys for a long prompt, and the lookup of one that is stored whole."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from kvkeep.bench.measure import Row, pairs, time_row
+from kvkeep.bench.rig import Made, make_engine
+from kvkeep.tokens import ChunkedTokenDatabase
+
+NUM_TOKENS = 131_072
+CHUNK = 256
+STEP = CHUNK * 4
+
+
+def plain_chain(data: bytes) -> bytes:
+    """The limit: a chained sha256 over the same bytes, and nothing else."""
+    parent = bytes(32)
+    sha256 = hashlib.sha256
+    for start in range(0, len(data), STEP):
+        parent = sha256(parent + data[start : start + STEP]).digest()
+    return parent
+
+
+def run(repeats: int) -> list[Row]:
+    """Rows for keys and lookups."""
+    ids = [(index * 7919) % 50_000 for index in range(NUM_TOKENS)]
+    with make_engine(
+        num_chunks=NUM_TOKENS // CHUNK, chunk_size=CHUNK, num_layers=1, page_bytes=64
+    ) as made:
+        made.fill(ids)
+        return [*_key_rows(made, ids, repeats), *_lookup_rows(made, ids, repeats)]
+
+
+def _key_rows(made: Made, ids: list[int], repeats: int) -> list[Row]:
+    identity = made.identity
+    flat = np.array(ids, dtype=np.int64)
+    data = array("I", ids).tobytes()
+    grown = [*ids, *range(CHUNK)]
+
+    def fresh(tokens: object) -> None:
+        ChunkedTokenDatabase(identity).process_tokens(tokens)
+
+    def plain() -> bytes:
+        return plain_chain(array("I", ids).tobytes())
+
+    cases: list[tuple[str, Callable[[], object], Callable[[], object], float | None]] = [
+        ("keys of 131,072 ids in a list", lambda: fresh(ids), plain, 1.3),
+        (
+            "keys of 131,072 ids in a numpy array",
+            lambda: fresh(flat),
+            lambda: plain_chain(data),
+            1.5,
+        ),
+        (
+            "keys of a known prompt that grew by one chunk",
+            lambda: made.tokens.process_tokens(grown),
+            plain,
+            None,
+        ),
+    ]
+    return [
+        time_row(what, pairs(ours, limit, repeats=repeats), target=target)
+        for what, ours, limit, target in cases
+    ]
+
+
+def _lookup_rows(made: Made, ids: list[int], repeats: int) -> list[Row]:
+    engine = made.engine
+
+    def keys_alone() -> None:
+        ChunkedTokenDatabase(made.identity).process_tokens(ids)
+
+    def cold_lookup() -> None:
+        made.forget_keys()
+        if engine.lookup(ids) != NUM_TOKENS:
+            raise RuntimeError("the prompt is not stored whole")
+
+    def cold_pinned() -> None:
+        made.forget_keys()
+        engine.lookup(ids, lookup_id="bench", pin=True)
+        engine.lookup_unpin("bench")
+
+    return [
+        time_row(
+            "lookup of 512 stored chunks (limit: keys + 0.3 ms)",
+            pairs(cold_lookup, keys_alone, repeats=repeats),
+            target=1.0,
+            extra_ms=0.3,
+        ),
+        time_row(
+            "the same with pin and release (limit: keys + 1 ms)",
+            pairs(cold_pinned, keys_alone, repeats=repeats),
+            target=1.0,
+            extra_ms=1.0,
+        ),
+    ]
