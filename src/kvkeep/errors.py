@@ -12,6 +12,7 @@ a wrong argument, a wrong setting, a backend that failed.
     ├── OwnershipError(RuntimeError) a reference or pin was given back twice, or used after the end
     ├── BackendError(RuntimeError)   a backend failed; carries backend, operation and key
     │   └── BackendTimeoutError      ... because its deadline passed
+    ├── CodecError(ValueError)       an encoded payload cannot be decoded
     ├── LookupServiceError(RuntimeError)  the lookup server answered with an error or not at all
     ├── TraceError(ValueError)       a line of a recorded workload is malformed
     └── MissingExtraError(ImportError)    an optional dependency is not installed; names the extra
@@ -85,6 +86,10 @@ class BackendError(KVKeepError, RuntimeError):
 
 class BackendTimeoutError(BackendError):
     """A storage backend did not answer before its deadline."""
+
+
+class CodecError(KVKeepError, ValueError):
+    """An encoded payload is damaged, or was made by no codec that is known here."""
 
 
 class LookupServiceError(KVKeepError, RuntimeError):

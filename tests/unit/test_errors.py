@@ -35,6 +35,7 @@ def test_every_error_stands_in_the_drawn_tree_and_has_one_root():
         ("LayoutError", ValueError),
         ("OwnershipError", RuntimeError),
         ("BackendError", RuntimeError),
+        ("CodecError", ValueError),
         ("LookupServiceError", RuntimeError),
         ("MissingExtraError", ImportError),
     ],

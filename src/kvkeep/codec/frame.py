@@ -12,7 +12,7 @@ header and its payload, back to back:
                   6 OPAQUE_PAGES
         13     1  element type: 1 float64, 2 float32, 3 float16, 4 bfloat16, 5 float8_e4m3fn,
                   6 float8_e5m2, 7 int8, 8 uint8
-        14     1  codec of the payload: 0 raw
+        14     1  codec of the payload: 0 raw, 1 zstd, 2 fp8, 3 int8
         15     1  number of dimensions, 1 to 8
         16     8  payload length in bytes, as stored
         24     8  length in bytes of the chunk in memory (the product of shape and element size)
@@ -53,8 +53,8 @@ CHECKSUM_BYTES = 16
 MAX_DIMS = 8
 #: No chunk is larger; a length above it is damage.
 MAX_CHUNK_BYTES = 1 << 36
-#: The only codec so far: the payload is the chunk as it is in memory.
-CODEC_RAW = 0
+#: Codecs, see ``codec/base.py``. Only a raw payload is as long as the chunk; others are shorter.
+CODEC_RAW, CODEC_ZSTD, CODEC_FP8, CODEC_INT8 = range(4)
 
 _FORMATS = (
     MemoryFormat.KV_2LTD,
@@ -106,6 +106,8 @@ class FrameFault(StrEnum):
     """Another shape, element type or format than this chunk was known to have."""
     PAYLOAD_CHECKSUM = "payload_checksum"
     """A bit of the payload changed."""
+    CODEC = "codec"
+    """The payload is as it was written, and its codec cannot have made it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +205,16 @@ def parse_header(data: Buffer) -> FrameHeader | FrameFault:
         header_bytes != HEADER_BYTES
         or not 1 <= fmt <= len(_FORMATS)
         or not 1 <= dtype <= len(_DTYPES)
-        or codec != CODEC_RAW
+        or codec > CODEC_INT8
         or not 1 <= num_dims <= MAX_DIMS
         or any(unused)
         or reserved != _RESERVED
     ):
         return FrameFault.FIELDS
     meta = ChunkMeta(_FORMATS[fmt - 1], _DTYPES[dtype - 1], tuple(shape))
-    if not 1 <= meta.size_bytes == size_bytes == payload_bytes <= MAX_CHUNK_BYTES:
+    least, most = (1, size_bytes - 1) if codec != CODEC_RAW else (size_bytes, size_bytes)
+    is_bounded = 1 <= meta.size_bytes == size_bytes <= MAX_CHUNK_BYTES
+    if not is_bounded or not least <= payload_bytes <= most:
         return FrameFault.FIELDS
     return FrameHeader(ChunkKey(key), identity, meta, payload_bytes, payload_checksum, codec)
 
