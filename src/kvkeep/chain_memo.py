@@ -89,7 +89,8 @@ class ChainMemo:
     def _common(self, data: bytes, length: int, other: bytes) -> int:
         """Bytes of whole equal chunks at the start of ``data[:length]`` and ``other``."""
         shorter = min(length, len(other))
-        if data[:shorter] == other[:shorter]:
+        # startswith compares in place; a slice of all of it is the same object
+        if data.startswith(other[:shorter]):
             return shorter
         left = np.frombuffer(data, np.uint32, shorter // TOKEN_BYTES)
         right = np.frombuffer(other, np.uint32, shorter // TOKEN_BYTES)

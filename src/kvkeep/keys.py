@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, cast
 
 #: Name of a chunk: 32 bytes, the hash of its identity, its predecessors and its tokens.
 ChunkKey = NewType("ChunkKey", bytes)
@@ -51,12 +51,15 @@ def chain_full_chunks(parent: bytes, data: bytes, chunk_size: int) -> list[Chunk
     """
     sha256 = hashlib.sha256
     step = chunk_size * TOKEN_BYTES
-    keys: list[ChunkKey] = []
+    view = memoryview(data)  # its slices copy nothing, and neither does update()
+    keys: list[bytes] = []
     append = keys.append
     for start in range(0, len(data) - step + 1, step):
-        parent = sha256(parent + data[start : start + step]).digest()
-        append(ChunkKey(parent))
-    return keys
+        digest = sha256(parent)
+        digest.update(view[start : start + step])
+        parent = digest.digest()
+        append(parent)
+    return cast("list[ChunkKey]", keys)
 
 
 def chunk_key(parent: bytes, data: bytes, extras: Sequence[Extra], *, full: bool) -> ChunkKey:

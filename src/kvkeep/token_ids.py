@@ -7,6 +7,7 @@ thread; torch tensors are read without importing torch.
 from __future__ import annotations
 
 import sys
+import threading
 from array import array
 from collections.abc import Sequence
 
@@ -18,6 +19,26 @@ from kvkeep.keys import TOKEN_BYTES
 
 #: The largest token id.
 MAX_TOKEN_ID = 2**32 - 1
+
+#: Ids that are narrowed in memory which a thread keeps; longer prompts get memory of their own.
+_SCRATCH_IDS = 1 << 20
+
+
+class _Scratch(threading.local):
+    """Memory of one thread, where ids are narrowed. A fresh block costs more than the work does."""
+
+    ids = np.empty(0, "<u4")
+
+    def take(self, count: int) -> npt.NDArray[np.uint32]:
+        """Room for ``count`` ids, until this thread asks again."""
+        if count > _SCRATCH_IDS:
+            return np.empty(count, "<u4")
+        if count > len(self.ids):
+            self.ids = np.empty(count, "<u4")
+        return self.ids[:count]
+
+
+_scratch = _Scratch()
 
 
 def as_token_bytes(tokens: object) -> bytes:
@@ -65,9 +86,12 @@ def _array_bytes(tokens: npt.NDArray[np.generic]) -> bytes:
         return b""
     if tokens.dtype.kind not in "iu":
         raise TokenError(f"token ids must be integers, got {tokens.dtype}")
-    if tokens.dtype != np.uint32:
-        _check_range(tokens)
-    return tokens.astype("<u4", copy=False).tobytes()
+    if tokens.dtype.newbyteorder("=") == np.uint32:
+        return tokens.astype("<u4", copy=False).tobytes()
+    _check_range(tokens)
+    narrow = _scratch.take(len(tokens))
+    np.copyto(narrow, tokens, casting="unsafe")
+    return narrow.tobytes()
 
 
 def _check_range(tokens: npt.NDArray[np.generic]) -> None:

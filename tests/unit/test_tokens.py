@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep import chain_memo
+from kvkeep import chain_memo, token_ids
 from kvkeep.chain_memo import ChainMemo
 from kvkeep.errors import IdentityError, MaskError, TokenError
 from kvkeep.identity import CacheIdentity
@@ -80,6 +80,14 @@ def test_every_form_gives_the_same_bytes(tokens):
     ]
     for form in forms:
         assert as_token_bytes(form) == expected, type(form)
+
+
+def test_ids_of_one_prompt_never_show_through_in_another(monkeypatch):
+    """Ids are narrowed in memory that is used again, up to a length; results are their own."""
+    monkeypatch.setattr(token_ids, "_SCRATCH_IDS", 8)
+    prompts = [np.arange(length, dtype=np.int64) * 3 for length in (4, 8, 9, 3, 8, 20, 1)]
+    results = [as_token_bytes(prompt) for prompt in prompts]
+    assert results == [plain_bytes(prompt.tolist()) for prompt in prompts]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
