@@ -1,23 +1,23 @@
 """Checks the documents against the project: links, anchors, named modules, generated tables.
 
-Use: ``python scripts/check_docs.py`` checks; ``--write`` brings the table in docs/configuration.md
-up to date first. Needs kvkeep to be installed. The code blocks of the documents are run by
-tests/unit/test_docs.py.
+Use: ``python scripts/check_docs.py`` checks; ``--write`` brings the tables in
+docs/configuration.md and docs/metrics.md up to date first. Needs kvkeep to be installed. The code
+blocks of the documents are run by tests/unit/test_docs.py.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
 from kvkeep.config.load import env_name, setting_fields
+from kvkeep.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
-CONFIGURATION = ROOT / "docs" / "configuration.md"
-BEGIN, END = "<!-- table begin: scripts/check_docs.py -->", "<!-- table end -->"
 
 _LINK = re.compile(
     r"(?<!\\)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\""
@@ -102,19 +102,53 @@ def configuration_table() -> str:
     return "\n".join(lines)
 
 
+def metrics_table() -> str:
+    """The generated part of docs/metrics.md."""
+    lines = [
+        "| Metric | Type, unit | Labels | What it says | When it moves |",
+        "|---|---|---|---|---|",
+    ]
+    for spec in CATALOGUE.values():
+        labels = ", ".join(f"`{label}`" for label in spec.labels)
+        lines.append(
+            f"| `{spec.exposed_name}` | {spec.kind}, {spec.unit} | {labels} | {spec.text} "
+            f"| {spec.moves} |"
+        )
+    return "\n".join(lines)
+
+
+#: Generated tables: document, name of the marks around the table, and what makes it.
+TABLES: list[tuple[str, str, Callable[[], str]]] = [
+    ("configuration.md", "table", configuration_table),
+    ("metrics.md", "metrics", metrics_table),
+]
+
+
+def stale_tables(*, write: bool) -> list[str]:
+    """Documents whose generated table is out of date; none once they were written."""
+    problems = []
+    for name, mark, make in TABLES:
+        path = ROOT / "docs" / name
+        begin, end = f"<!-- {mark} begin: scripts/check_docs.py -->", f"<!-- {mark} end -->"
+        text = path.read_text(encoding="utf-8")
+        head, _, rest = text.partition(begin)
+        wanted = f"{head}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
+        if text == wanted:
+            continue
+        if write:
+            path.write_text(wanted, encoding="utf-8")
+        else:
+            problems.append(f"{name} is out of date: scripts/check_docs.py --write")
+    return problems
+
+
 def main(arguments: list[str]) -> int:
-    """Check, after bringing the table up to date if asked."""
+    """Check, after bringing the tables up to date if asked."""
     problems = [problem for path in documents() for problem in broken_links(path)]
     for name in ("architecture.md", "formats.md", "configuration.md"):
         problems += missing_modules(ROOT / "docs" / name)
     problems += missing_modules(ROOT / "README.md")
-    text = CONFIGURATION.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    wanted = f"{head}{BEGIN}\n{configuration_table()}\n{END}{rest.partition(END)[2]}"
-    if "--write" in arguments:
-        CONFIGURATION.write_text(wanted, encoding="utf-8")
-    elif text != wanted:
-        problems.append(f"{CONFIGURATION.name} is out of date: scripts/check_docs.py --write")
+    problems += stale_tables(write="--write" in arguments)
     for problem in problems:
         print(problem)
     if not problems:

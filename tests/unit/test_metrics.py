@@ -7,7 +7,10 @@ import threading
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvkeep.codec.frame import FrameFault
 from kvkeep.metrics import Metrics
+from kvkeep.metrics.catalogue import INTEGRITY_CAUSES
+from kvkeep.metrics.registry import MAX_SERIES
 from kvkeep.testing.chunks import make_keys
 from kvkeep.testing.storage import open_storage, store
 
@@ -15,6 +18,8 @@ from kvkeep.testing.storage import open_storage, store
 def test_every_method_counts_under_its_documented_name():
     metrics = Metrics()
     metrics.lookup(asked=1000, found={"LocalCPUBackend": 512, "DictBackend": 256})
+    metrics.lookup_failed(24, "timeout")
+    metrics.lookup_took(0.5)
     metrics.stored(256, 4096, 0.5)
     metrics.loaded({"DictBackend": 128, "LocalCPUBackend": 64}, 2048, 0.25)
     metrics.moved("DictBackend", "load", 1024, 0.125)
@@ -22,29 +27,59 @@ def test_every_method_counts_under_its_documented_name():
     metrics.dropped("DictBackend", "no_room", 2)
     metrics.evicted("LocalCPUBackend", 7)
     metrics.failure("DictBackend", "get", "timeout")
+    metrics.failure("DictBackend", "get", "truncated")
     metrics.load_failed(64, "lease")
     metrics.lease_expired()
     assert metrics.snapshot() == {
-        "kvkeep_lookup_tokens_total": 1000,
+        "kvkeep_lookup_tokens_total": 1024,
         'kvkeep_lookup_hit_tokens_total{tier="LocalCPUBackend"}': 512,
         'kvkeep_lookup_hit_tokens_total{tier="DictBackend"}': 256,
+        'kvkeep_lookup_failed_tokens_total{cause="timeout"}': 24,
+        "kvkeep_lookup_seconds_count": 1,
+        "kvkeep_lookup_seconds_sum": 0.5,
         "kvkeep_stored_tokens_total": 256,
-        'kvkeep_bytes_total{tier="LocalCPUBackend",direction="store"}': 4096,
-        'kvkeep_seconds_total{tier="LocalCPUBackend",direction="store"}': 0.5,
         'kvkeep_loaded_tokens_total{tier="DictBackend"}': 128,
         'kvkeep_loaded_tokens_total{tier="LocalCPUBackend"}': 64,
-        'kvkeep_bytes_total{tier="LocalCPUBackend",direction="load"}': 2048,
-        'kvkeep_seconds_total{tier="LocalCPUBackend",direction="load"}': 0.25,
-        'kvkeep_bytes_total{tier="DictBackend",direction="load"}': 1024,
-        'kvkeep_seconds_total{tier="DictBackend",direction="load"}': 0.125,
+        **moved("LocalCPUBackend", "store", 4096, 0.5),
+        **moved("LocalCPUBackend", "load", 2048, 0.25),
+        **moved("DictBackend", "load", 1024, 0.125),
         'kvkeep_store_skipped_tokens_total{cause="tail"}': 3,
         'kvkeep_dropped_chunks_total{tier="DictBackend",cause="no_room"}': 2,
         'kvkeep_evictions_total{tier="LocalCPUBackend"}': 7,
         'kvkeep_failures_total{tier="DictBackend",operation="get",cause="timeout"}': 1,
+        'kvkeep_failures_total{tier="DictBackend",operation="get",cause="truncated"}': 1,
+        'kvkeep_integrity_failures_total{tier="DictBackend",cause="truncated"}': 1,
         'kvkeep_load_failed_tokens_total{cause="lease"}': 64,
         "kvkeep_leases_expired_total": 1,
         "kvkeep_leases_open": 0,
     }
+
+
+def moved(tier: str, direction: str, num_bytes: int, seconds: float) -> dict[str, float]:
+    labels = f'{{tier="{tier}",direction="{direction}"}}'
+    return {
+        f"kvkeep_transfer_bytes_count{labels}": 1,
+        f"kvkeep_transfer_bytes_sum{labels}": num_bytes,
+        f"kvkeep_transfer_seconds_count{labels}": 1,
+        f"kvkeep_transfer_seconds_sum{labels}": seconds,
+    }
+
+
+def test_every_fault_of_a_chunks_bytes_counts_as_one_of_integrity():
+    assert {fault.value for fault in FrameFault} <= INTEGRITY_CAUSES
+    metrics = Metrics()
+    for cause in ("timeout", "missing", "io_error", "queue_full"):
+        metrics.failure("DictBackend", "get", cause)
+    assert not any("integrity" in name for name in metrics.snapshot())
+
+
+def test_causes_without_end_become_one_series():
+    metrics = Metrics()
+    for number in range(3 * MAX_SERIES):
+        metrics.failure("DictBackend", "get", f"Error{number}")
+    counts = [v for k, v in metrics.snapshot().items() if k.startswith("kvkeep_failures_total")]
+    assert len(counts) == MAX_SERIES + 1
+    assert sum(counts) == 3 * MAX_SERIES
 
 
 def test_the_hit_rate_counts_misses():

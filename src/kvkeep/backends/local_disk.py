@@ -130,7 +130,7 @@ class LocalDiskBackend(StorageBackendInterface):
         self._condition = Condition(
             self._catalog, self._pool, breakers=breakers, stall_timeout_s=options.stall_timeout_s
         )
-        metrics.watch_chunks(TIER, lambda: float(len(self._index)))
+        self._reports.watch(self._index, self._pool, breakers)
         self._wait(self._condition.open(), options.open_timeout_s, "open", cancel=False)
 
     # -- lookups -----------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def _hits(kept: KVKeepModel, tier: str) -> int:
 
 
 def _read_bytes(kept: KVKeepModel) -> int:
-    return int(kept.stats().get(f'kvkeep_bytes_total{{tier="{DISK}",direction="load"}}', 0))
+    return int(kept.stats().get(f'kvkeep_transfer_bytes_sum{{tier="{DISK}",direction="load"}}', 0))
 
 
 def _failures(kept: KVKeepModel) -> dict[str, float]:

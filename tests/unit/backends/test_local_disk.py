@@ -190,7 +190,7 @@ def test_a_pinning_lookup_does_not_read_what_the_cpu_tier_has(pool, open_disk):
     put(pool, pool, KEYS[2:5])
     lease = Lease("request", time.monotonic() + 60)
     assert disk.batched_contains(KEYS, pin=lease) == 8
-    loaded = metrics.snapshot()['kvkeep_bytes_total{tier="LocalDiskBackend",direction="load"}']
+    loaded = metrics.snapshot()['kvkeep_transfer_bytes_sum{tier="LocalDiskBackend",direction="load"}']
     assert loaded == 5 * CHUNK_BYTES
     assert pool.memcheck().num_objects == 8
     assert check_found(KEYS, [lease.get(key) for key in KEYS]) == [True] * 8
@@ -393,8 +393,8 @@ def test_metrics(pool, open_disk):
     put(disk, pool, make_keys(2, first=50))
     values = metrics.snapshot()
     tier = 'tier="LocalDiskBackend"'
-    assert values[f'kvkeep_bytes_total{{{tier},direction="store"}}'] == 10 * CHUNK_BYTES
-    assert values[f'kvkeep_bytes_total{{{tier},direction="load"}}'] == 8 * CHUNK_BYTES
+    assert values[f'kvkeep_transfer_bytes_sum{{{tier},direction="store"}}'] == 10 * CHUNK_BYTES
+    assert values[f'kvkeep_transfer_bytes_sum{{{tier},direction="load"}}'] == 8 * CHUNK_BYTES
     assert values[f"kvkeep_evictions_total{{{tier}}}"] == 2
     assert values[f"kvkeep_chunks{{{tier}}}"] == 8
     assert [name for name in values if "failures" in name or "dropped" in name] == []

@@ -91,6 +91,24 @@ class IOPool:
             self._wake.notify_all()
             return True
 
+    @property
+    def num_loads(self) -> int:
+        """Loads that wait for a thread."""
+        with self._wake:
+            return len(self._loads)
+
+    @property
+    def num_stores(self) -> int:
+        """Stores that wait for a thread."""
+        with self._wake:
+            return len(self._stores)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Memory that waiting stores hold."""
+        with self._wake:
+            return self._queued_bytes
+
     def longest_running_s(self) -> float:
         """For how long the oldest job that has started is running; 0.0 if none is."""
         with self._wake:

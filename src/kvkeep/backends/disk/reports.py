@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from kvkeep.backends.disk.breaker import Breaker
+from kvkeep.backends.disk.index import DiskIndex
+from kvkeep.backends.disk.pool import IOPool
 from kvkeep.metrics import LOAD, STORE, Metrics
 
 TIER = "LocalDiskBackend"
@@ -13,6 +16,19 @@ class DiskReports:
     def __init__(self, metrics: Metrics) -> None:
         """Count into ``metrics``."""
         self._metrics = metrics
+
+    def watch(self, index: DiskIndex, pool: IOPool, breakers: tuple[Breaker, Breaker]) -> None:
+        """Read the tier's gauges from their owners; the breakers are of loads, and of stores."""
+        loads, stores = breakers
+        self._metrics.watch_chunks(TIER, lambda: float(len(index)))
+        self._metrics.watch_breaker(TIER, LOAD, lambda: loads.is_open)
+        self._metrics.watch_breaker(TIER, STORE, lambda: stores.is_open)
+        self._metrics.watch_queue(
+            TIER,
+            loads=lambda: pool.num_loads,
+            stores=lambda: pool.num_stores,
+            num_bytes=lambda: pool.queued_bytes,
+        )
 
     def fault(self, operation: str, cause: str) -> None:
         """A call failed, or something on the disk did not verify. A miss by itself is no fault."""

@@ -1,4 +1,4 @@
-"""Metrics: what kvkeep counts, under documented names, in Prometheus form.
+"""Metrics: counts under the names of the catalogue.
 
 Every :class:`Metrics` has a registry of its own unless one is given; nothing is global. Methods are
 named for what happened. Callable from any thread; a call costs a few microseconds, so hot paths
@@ -10,39 +10,48 @@ The hit rate is defined at the lookup: tokens found divided by tokens asked for,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from kvkeep.metrics.catalogue import CATALOGUE, INTEGRITY_CAUSES, Kind, MetricSpec
 
 #: Tier of a copy between the engine's memory and the pool, unless the caller names another.
 POOL_TIER = "LocalCPUBackend"
 #: Values of the label ``direction``.
 STORE, LOAD = "store", "load"
 
-_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "kvkeep_lookup_tokens": ("Tokens that lookups asked for.", ()),
-    "kvkeep_lookup_hit_tokens": ("Tokens that lookups found.", ("tier",)),
-    "kvkeep_loaded_tokens": ("Tokens whose KV was written into engine memory.", ("tier",)),
-    "kvkeep_stored_tokens": ("Tokens whose KV was copied out of engine memory.", ()),
-    "kvkeep_store_skipped_tokens": ("Tokens that a store left out.", ("cause",)),
-    "kvkeep_dropped_chunks": ("Chunks shed by a tier on their way in.", ("tier", "cause")),
-    "kvkeep_evictions": ("Chunks evicted by policy.", ("tier",)),
-    "kvkeep_failures": ("Failed calls of a backend.", ("tier", "operation", "cause")),
-    "kvkeep_load_failed_tokens": ("Tokens found and then not loaded.", ("cause",)),
-    "kvkeep_leases_expired": ("Leases taken back after their deadline.", ()),
-    "kvkeep_bytes": ("Bytes of KV moved.", ("tier", "direction")),
-    "kvkeep_seconds": ("Seconds spent moving KV.", ("tier", "direction")),
-}
-_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "kvkeep_pool_bytes": ("Bytes of the memory pool.", ("state",)),
-    "kvkeep_leases_open": ("Leases that wait for their load.", ()),
-    "kvkeep_chunks": ("Chunks that can be read.", ("tier",)),
-    "kvkeep_backend_bypassed": ("1 while a tier is left out, else 0.", ("tier",)),
-}
+#: Most series of one metric. What comes after them (causes that a plugin makes up) is OTHER.
+MAX_SERIES = 200
+OTHER = "other"
+
+_Series = Counter | Gauge | Histogram
+
+
+def _make(spec: MetricSpec, registry: CollectorRegistry) -> _Series:
+    if spec.kind is Kind.COUNTER:
+        return Counter(spec.name, spec.text, spec.labels, registry=registry)
+    if spec.kind is Kind.GAUGE:
+        return Gauge(spec.name, spec.text, spec.labels, registry=registry)
+    return Histogram(spec.name, spec.text, spec.labels, registry=registry, buckets=spec.bounds)
+
+
+class _WithoutCreated:
+    """A registry without the times at which series were made, which double what is sent."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+            yield family
 
 
 class Metrics:
-    """All counters and gauges of one engine."""
+    """All metrics of one engine."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """Register everything.
@@ -51,25 +60,37 @@ class Metrics:
             registry: where to; a new one if None.
         """
         self.registry = registry if registry is not None else CollectorRegistry()
-        self._counters = {
-            name: Counter(name, text, labels, registry=self.registry)
-            for name, (text, labels) in _COUNTERS.items()
-        }
-        # Counters with their labels, so that counting takes no lock of the registry's: it also
+        self._families = {name: _make(spec, self.registry) for name, spec in CATALOGUE.items()}
+        # Series with their labels, so that counting takes no lock of the registry's: it also
         # happens in finalizers, in the middle of anything.
-        self._series: dict[tuple[str, tuple[str, ...]], Counter] = {}
-        self._gauges = {
-            name: Gauge(name, text, labels, registry=self.registry)
-            for name, (text, labels) in _GAUGES.items()
-        }
+        self._series: dict[tuple[str, tuple[str, ...]], _Series] = {}
+        self._num_series: Tally[str] = Tally()
 
-    def _add(self, name: str, amount: float, *labels: str) -> None:
+    def _of(self, name: str, labels: tuple[str, ...]) -> _Series:
         series = self._series.get((name, labels))
         if series is None:
-            counter = self._counters[name]
-            series = counter.labels(*labels) if labels else counter
+            family = self._families[name]
+            if self._num_series[name] >= MAX_SERIES:
+                return family.labels(*[OTHER] * len(labels))
+            series = family.labels(*labels) if labels else family
             self._series[name, labels] = series
+            self._num_series[name] += 1
+        return series
+
+    def _add(self, name: str, amount: float, *labels: str) -> None:
+        series = self._of(name, labels)
+        assert isinstance(series, Counter)
         series.inc(amount)
+
+    def _observe(self, name: str, value: float, *labels: str) -> None:
+        series = self._of(name, labels)
+        assert isinstance(series, Histogram)
+        series.observe(value)
+
+    def _watch(self, name: str, read: Callable[[], float], *labels: str) -> None:
+        series = self._of(name, labels)
+        assert isinstance(series, Gauge)
+        series.set_function(read)
 
     def lookup(self, *, asked: int, found: Mapping[str, int]) -> None:
         """A lookup was answered.
@@ -81,6 +102,15 @@ class Metrics:
         self._add("kvkeep_lookup_tokens", asked)
         for tier, tokens in found.items():
             self._add("kvkeep_lookup_hit_tokens", tokens, tier)
+
+    def lookup_failed(self, asked: int, cause: str) -> None:
+        """A lookup for ``asked`` tokens was given up, which is a miss of all of them."""
+        self._add("kvkeep_lookup_tokens", asked)
+        self._add("kvkeep_lookup_failed_tokens", asked, cause)
+
+    def lookup_took(self, seconds: float) -> None:
+        """One lookup was worked on for ``seconds``."""
+        self._observe("kvkeep_lookup_seconds", seconds)
 
     def stored(self, tokens: int, num_bytes: int, seconds: float, *, tier: str = POOL_TIER) -> None:
         """The KV of ``tokens`` tokens was copied out of the engine's memory."""
@@ -116,9 +146,9 @@ class Metrics:
         self._add("kvkeep_load_failed_tokens", tokens, cause)
 
     def moved(self, tier: str, direction: str, num_bytes: int, seconds: float) -> None:
-        """Bytes moved into (``"store"``) or out of (``"load"``) a tier."""
-        self._add("kvkeep_bytes", num_bytes, tier, direction)
-        self._add("kvkeep_seconds", seconds, tier, direction)
+        """One operation moved bytes into (``"store"``) or out of (``"load"``) a tier."""
+        self._observe("kvkeep_transfer_bytes", num_bytes, tier, direction)
+        self._observe("kvkeep_transfer_seconds", seconds, tier, direction)
 
     def evicted(self, tier: str, chunks: int) -> None:
         """The policy of ``tier`` gave up ``chunks`` chunks."""
@@ -129,8 +159,10 @@ class Metrics:
         self._add("kvkeep_dropped_chunks", chunks, tier, cause)
 
     def failure(self, tier: str, operation: str, cause: str) -> None:
-        """One call of a backend failed."""
+        """One call failed, or one chunk did not verify (a cause in ``INTEGRITY_CAUSES``)."""
         self._add("kvkeep_failures", 1, tier, operation, cause)
+        if cause in INTEGRITY_CAUSES:
+            self._add("kvkeep_integrity_failures", 1, tier, cause)
 
     def lease_expired(self) -> None:
         """A lease was taken back after its deadline."""
@@ -138,27 +170,54 @@ class Metrics:
 
     def watch_pool(self, used: Callable[[], float], free: Callable[[], float]) -> None:
         """Read the gauges ``kvkeep_pool_bytes`` from these two."""
-        self._gauges["kvkeep_pool_bytes"].labels("used").set_function(used)
-        self._gauges["kvkeep_pool_bytes"].labels("free").set_function(free)
+        self._watch("kvkeep_pool_bytes", used, "used")
+        self._watch("kvkeep_pool_bytes", free, "free")
 
     def watch_leases(self, count: Callable[[], float]) -> None:
         """Read the gauge ``kvkeep_leases_open`` from ``count``."""
-        self._gauges["kvkeep_leases_open"].set_function(count)
+        self._watch("kvkeep_leases_open", count)
 
     def watch_chunks(self, tier: str, count: Callable[[], float]) -> None:
         """Read the gauge ``kvkeep_chunks`` of ``tier`` from ``count``."""
-        self._gauges["kvkeep_chunks"].labels(tier).set_function(count)
+        self._watch("kvkeep_chunks", count, tier)
 
     def watch_bypass(self, tier: str, is_bypassed: Callable[[], float]) -> None:
         """Read the gauge ``kvkeep_backend_bypassed`` of ``tier`` from ``is_bypassed``."""
-        self._gauges["kvkeep_backend_bypassed"].labels(tier).set_function(is_bypassed)
+        self._watch("kvkeep_backend_bypassed", is_bypassed, tier)
+
+    def watch_breaker(self, tier: str, direction: str, is_open: Callable[[], float]) -> None:
+        """Read the gauge ``kvkeep_breaker_open`` of ``tier`` from ``is_open``."""
+        self._watch("kvkeep_breaker_open", is_open, tier, direction)
+
+    def watch_queue(
+        self,
+        tier: str,
+        *,
+        loads: Callable[[], float],
+        stores: Callable[[], float],
+        num_bytes: Callable[[], float],
+    ) -> None:
+        """Read the gauges of a tier's queues.
+
+        Args:
+            tier: whose.
+            loads: loads that wait for a thread.
+            stores: stores that wait for a thread.
+            num_bytes: memory that these stores hold.
+        """
+        self._watch("kvkeep_queued_operations", loads, tier, LOAD)
+        self._watch("kvkeep_queued_operations", stores, tier, STORE)
+        self._watch("kvkeep_queued_bytes", num_bytes, tier)
 
     def snapshot(self) -> dict[str, float]:
-        """Every value now, by name and labels: ``'kvkeep_evictions_total{tier="x"}'``."""
+        """Every value now, by name and labels: ``'kvkeep_evictions_total{tier="x"}'``.
+
+        Of a histogram it has sum and count, not the buckets.
+        """
         values: dict[str, float] = {}
-        for family in self.registry.collect():
+        for family in _WithoutCreated(self.registry).collect():
             for sample in family.samples:
-                if sample.name.endswith("_created"):
+                if sample.name.endswith("_bucket"):
                     continue
                 labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
                 values[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
@@ -176,4 +235,4 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Everything in the Prometheus text format."""
-        return generate_latest(self.registry)
+        return generate_latest(_WithoutCreated(self.registry))
