@@ -1,7 +1,7 @@
 """LocalDiskBackend: the tier on a local disk (L2), shared by all processes that use its directory.
 
 Its callers are the engine's threads; they wait only for loads and lookups, with a deadline. All
-file I/O runs in the threads of an :class:`~kvkeep.backends.disk.pool.IOPool`. A lookup that pins
+file I/O runs in the threads of an :class:`~kvkeep.backends.io.pool.IOPool`. A lookup that pins
 answers for what it has read and verified into memory of the CPU tier by then: the lease holds those
 objects, so the load that follows cannot fail (design decision 4). Every failure is a miss, counted
 by cause.
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,18 +23,18 @@ from kvkeep.backends.base import (
     PutOutcome,
     StorageBackendInterface,
 )
-from kvkeep.backends.disk.breaker import Breaker
 from kvkeep.backends.disk.catalog import Catalog
 from kvkeep.backends.disk.condition import Condition
 from kvkeep.backends.disk.directory import DiskDirectory
 from kvkeep.backends.disk.files import FileIO, cause_of, concerns_medium
 from kvkeep.backends.disk.index import DiskEntry, DiskIndex
 from kvkeep.backends.disk.loads import DiskLoads
-from kvkeep.backends.disk.pool import IOPool
 from kvkeep.backends.disk.reader import ChunkReader
 from kvkeep.backends.disk.reports import TIER, DiskReports
 from kvkeep.backends.disk.stores import DiskStores
 from kvkeep.backends.disk.writer import ChunkWriter
+from kvkeep.backends.io.breaker import Breaker
+from kvkeep.backends.io.pool import IOPool
 from kvkeep.backends.lease import Lease
 from kvkeep.errors import BackendError
 from kvkeep.identity import CacheIdentity
@@ -113,6 +114,7 @@ class LocalDiskBackend(StorageBackendInterface):
         breakers = Breaker(), Breaker()
         reader = ChunkReader(self._catalog, breakers[0])
         self._pool = IOPool(
+            name="disk",
             threads=options.threads,
             max_queued_bytes=options.queue_bytes,
             on_error=lambda: self._reports.fault("task", "internal"),
@@ -156,18 +158,40 @@ class LocalDiskBackend(StorageBackendInterface):
             deadline = min(deadline, pin.deadline)
         length = self._index.run_length(keys)
         if length < len(keys) and not self._index.is_known(keys[length]):
-            rest = keys[length:]
-            probing = self._pool.load(
-                lambda: self._catalog.probe_all(rest, stop_at_miss=True), first=True
-            )
-            self._wait(probing, deadline - time.monotonic(), "lookup")
-            length = self._index.run_length(keys)
-        if length < len(keys):
-            self._index.note_chain(keys[max(0, length - 1) :])
+            self._wait(self._probe(keys[length:]), deadline - time.monotonic(), "lookup")
+        length = self._run_length(keys)
         if pin is None or not length:
             return length
         with self._loads.load_run(keys[:length], deadline) as held:
             return self._pin(keys[: len(held.objects)], held.objects, pin)
+
+    def batched_async_contains(self, keys: Sequence[ChunkKey]) -> Future[int]:
+        """The answer without ``pin`` as a future, which cannot be cancelled. Nobody waits."""
+        answer: Future[int] = Future()
+        answer.set_running_or_notify_cancel()
+        length = self._index.run_length(keys) if self._condition.may_load() else len(keys)
+        if length == len(keys) or self._index.is_known(keys[length]):
+            answer.set_result(self._run_length(keys) if self._condition.may_load() else 0)
+            return answer
+
+        def probed(done: Future[None]) -> None:
+            self._wait(done, 0.0, "lookup")
+            answer.set_result(self._run_length(keys))
+
+        self._probe(keys[length:]).add_done_callback(probed)
+        return answer
+
+    def _probe(self, keys: Sequence[ChunkKey]) -> Future[None]:
+        """Ask the disk for what another process may have written, up to the first miss."""
+        probe = partial(self._catalog.probe_all, keys, stop_at_miss=True)
+        return self._pool.load(probe, first=True)
+
+    def _run_length(self, keys: Sequence[ChunkKey]) -> int:
+        """How many keys from the first on can be served; the rest is noted as missing."""
+        length = self._index.run_length(keys)
+        if length < len(keys):
+            self._index.note_chain(keys[max(0, length - 1) :])
+        return length
 
     def _pin(self, keys: Sequence[ChunkKey], objs: Sequence[MemoryObj], lease: Lease) -> int:
         """Give pins on loaded objects to a lease, and the objects to the CPU tier."""

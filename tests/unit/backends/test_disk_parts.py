@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.backends.disk.breaker import Breaker
 from kvkeep.backends.disk.files import FileIO, read_fully, write_fully
 from kvkeep.backends.disk.ledger import (
     LEDGER_BYTES,
@@ -27,7 +26,8 @@ from kvkeep.backends.disk.ledger import (
     lock_is_held,
 )
 from kvkeep.backends.disk.names import chunk_name, key_of, owner_of, temp_name
-from kvkeep.backends.disk.pool import IOPool, StoreJob
+from kvkeep.backends.io.breaker import Breaker
+from kvkeep.backends.io.pool import IOPool, StoreJob
 from kvkeep.errors import BackendTimeoutError
 from kvkeep.testing.chunks import make_key
 from kvkeep.testing.disk import FaultyIO
@@ -187,7 +187,11 @@ def make_pool_of():
     pools = []
 
     def make(threads=2, max_queued_bytes=100, on_error=lambda: None):
-        pools.append(IOPool(threads=threads, max_queued_bytes=max_queued_bytes, on_error=on_error))
+        pools.append(
+            IOPool(
+                name="test", threads=threads, max_queued_bytes=max_queued_bytes, on_error=on_error
+            )
+        )
         return pools[-1]
 
     yield make

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 
-from kvkeep.backends.disk.pool import IOPool
 from kvkeep.backends.disk.reader import ChunkReader
 from kvkeep.backends.disk.reports import DiskReports
+from kvkeep.backends.io.pool import IOPool
 from kvkeep.codec.frame import ChunkMeta
 from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj

@@ -11,10 +11,10 @@ import logging
 import threading
 from concurrent.futures import Future
 
-from kvkeep.backends.disk.breaker import Breaker
 from kvkeep.backends.disk.catalog import Catalog
 from kvkeep.backends.disk.files import cause_of
-from kvkeep.backends.disk.pool import IOPool
+from kvkeep.backends.io.breaker import Breaker
+from kvkeep.backends.io.pool import IOPool
 from kvkeep.errors import BackendError
 
 _log = logging.getLogger(__name__)

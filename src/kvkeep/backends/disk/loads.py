@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from kvkeep.backends.base import AllocatorBackendInterface
 from kvkeep.backends.disk.batch import BatchLoad
 from kvkeep.backends.disk.index import DiskIndex
-from kvkeep.backends.disk.pool import IOPool
 from kvkeep.backends.disk.reader import ChunkReader
 from kvkeep.backends.disk.reports import DiskReports
+from kvkeep.backends.io.pool import IOPool
 from kvkeep.codec.frame import ChunkMeta
 from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj

@@ -8,10 +8,10 @@ import os
 import stat
 import time
 
-from kvkeep.backends.disk.breaker import Breaker
 from kvkeep.backends.disk.catalog import Catalog
 from kvkeep.backends.disk.files import cause_of, concerns_medium, pieces, read_fully
 from kvkeep.backends.disk.scan import check_file, open_chunk
+from kvkeep.backends.io.breaker import Breaker
 from kvkeep.codec.frame import (
     HEADER_BYTES,
     ChunkMeta,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvkeep.backends.disk.breaker import Breaker
 from kvkeep.backends.disk.index import DiskIndex
-from kvkeep.backends.disk.pool import IOPool
+from kvkeep.backends.io.breaker import Breaker
+from kvkeep.backends.io.pool import IOPool
 from kvkeep.metrics import LOAD, STORE, Metrics
 
 TIER = "LocalDiskBackend"

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from kvkeep.backends.base import PutOutcome
 from kvkeep.backends.disk.index import DiskIndex
 from kvkeep.backends.disk.ledger import LEDGER_BYTES, blocks
-from kvkeep.backends.disk.pool import IOPool, StoreJob
 from kvkeep.backends.disk.reports import DiskReports
 from kvkeep.backends.disk.writer import ChunkWriter, Pending
+from kvkeep.backends.io.pool import IOPool, StoreJob
 from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta
 from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj

@@ -7,12 +7,12 @@ import os
 import time
 from dataclasses import dataclass
 
-from kvkeep.backends.disk.breaker import Breaker
 from kvkeep.backends.disk.catalog import Catalog
 from kvkeep.backends.disk.files import cause_of, concerns_medium, pieces, write_fully
 from kvkeep.backends.disk.index import DiskEntry
 from kvkeep.backends.disk.names import TempFile
 from kvkeep.backends.disk.scan import FoundChunk, probe
+from kvkeep.backends.io.breaker import Breaker
 from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta, FrameFault, FrameHeader, new_hasher
 from kvkeep.errors import BackendError
 from kvkeep.keys import ChunkKey

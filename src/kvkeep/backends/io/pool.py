@@ -1,4 +1,4 @@
-"""IOPool: a few threads for blocking file I/O, with two queues, loads first.
+"""IOPool: a few threads for blocking I/O, with two queues, loads first.
 
 Loads are never refused: whoever waits for one holds the memory that it goes to, which bounds them.
 Stores hold memory of the pool while they wait, so their queue is bounded in bytes and a store that
@@ -23,12 +23,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """A chunk to write.
+    """One chunk or several to write.
 
     Attributes:
-        run: writes it.
+        run: writes them.
         drop: called instead of ``run`` if it is shed because the pool closes.
-        size_bytes: memory that it holds while it waits.
+        size_bytes: memory that they hold while they wait.
     """
 
     run: Callable[[], None]
@@ -40,11 +40,12 @@ class IOPool:
     """Threads and queues. Every method may be called from any thread and returns at once."""
 
     def __init__(
-        self, *, threads: int, max_queued_bytes: int, on_error: Callable[[], None]
+        self, *, name: str, threads: int, max_queued_bytes: int, on_error: Callable[[], None]
     ) -> None:
         """Start the threads.
 
         Args:
+            name: what the threads are called: ``kvkeep-NAME-0`` and so on.
             threads: how many, at least 2; the first serves loads only.
             max_queued_bytes: most bytes of waiting stores. One store is always let in.
             on_error: called once for an exception that a store let out.
@@ -59,7 +60,7 @@ class IOPool:
         self._closed = False  # guarded by _wake
         self._threads = [
             threading.Thread(
-                target=self._work, args=(index,), name=f"kvkeep-disk-{index}", daemon=True
+                target=self._work, args=(index,), name=f"kvkeep-{name}-{index}", daemon=True
             )
             for index in range(threads)
         ]
@@ -147,7 +148,7 @@ class IOPool:
                 run()
             except Exception:  # noqa: BLE001  the top of a thread
                 self._on_error()
-                _log.exception("a task of the disk tier failed")
+                _log.exception("a store failed in %s", threading.current_thread().name)
             del run  # it refers to memory of the pool
             with self._wake:
                 del self._running[index]
