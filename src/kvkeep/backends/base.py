@@ -75,6 +75,20 @@ class StorageBackendInterface(ABC):
                 return index
         return len(keys)
 
+    def batched_async_contains(self, keys: Sequence[ChunkKey]) -> Future[int]:
+        """Length of the run of present chunks at the start of ``keys``, as a future.
+
+        Nothing is pinned. A tier in memory answers at once, within the call; one that would have to
+        wait for its medium overrides this, so that neither its caller nor an I/O thread waits.
+        """
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(self.batched_contains(keys))
+        except Exception as error:  # noqa: BLE001  top of this task: it travels in the future
+            future.set_exception(error)
+        return future
+
     @abstractmethod
     def batched_submit_put_task(
         self,

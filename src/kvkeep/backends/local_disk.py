@@ -12,9 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from kvkeep.backends.base import (
@@ -29,6 +27,7 @@ from kvkeep.backends.disk.directory import DiskDirectory
 from kvkeep.backends.disk.files import FileIO, cause_of, concerns_medium
 from kvkeep.backends.disk.index import DiskEntry, DiskIndex
 from kvkeep.backends.disk.loads import DiskLoads
+from kvkeep.backends.disk.options import DiskOptions
 from kvkeep.backends.disk.reader import ChunkReader
 from kvkeep.backends.disk.reports import TIER, DiskReports
 from kvkeep.backends.disk.stores import DiskStores
@@ -47,31 +46,7 @@ from kvkeep.policy.base import CachePolicy
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class DiskOptions:
-    """What the disk tier is told.
-
-    Attributes:
-        path: the directory; everything lies below ``path/kvkeep-disk-v1``.
-        size_bytes: budget of the directory, over all processes that use it.
-        threads: threads for file I/O, at least 2.
-        queue_bytes: most memory that stores which wait for the disk may hold.
-        load_timeout_s: a load that takes longer is a miss.
-        lookup_timeout_s: a lookup answers by then with what was read and verified.
-        stall_timeout_s: with one call running for longer, the tier is left out until it ends.
-        open_timeout_s: how long the start waits for the scan; it goes on in the background.
-        close_timeout_s: how long closing waits for queued stores.
-    """
-
-    path: Path
-    size_bytes: int
-    threads: int = 4
-    queue_bytes: int = 1 << 30
-    load_timeout_s: float = 10.0
-    lookup_timeout_s: float = 0.7
-    stall_timeout_s: float = 5.0
-    open_timeout_s: float = 30.0
-    close_timeout_s: float = 30.0
+__all__ = ["DiskOptions", "LocalDiskBackend"]
 
 
 class LocalDiskBackend(StorageBackendInterface):

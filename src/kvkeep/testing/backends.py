@@ -172,6 +172,17 @@ class BackendContract:
         assert backend.batched_contains(keys[3:]) == 0
         assert backend.batched_contains(keys[4:]) == 1
 
+    def test_contains_is_answered_as_a_future_too(
+        self, pool: LocalCPUBackend, backend: StorageBackendInterface
+    ) -> None:
+        """The same answers, and nothing is pinned."""
+        keys = make_keys(6)
+        assert backend.batched_async_contains(keys).result(WAIT_S) == 0
+        put(backend, pool, [*keys[:3], keys[4]])
+        assert backend.batched_async_contains(keys).result(WAIT_S) == 3
+        assert backend.batched_async_contains(keys[4:]).result(WAIT_S) == 1
+        assert backend.batched_async_contains([]).result(WAIT_S) == 0
+
     def test_objects_that_are_handed_in_stay_the_callers(
         self, pool: LocalCPUBackend, backend: StorageBackendInterface
     ) -> None:

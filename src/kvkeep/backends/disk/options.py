@@ -1,0 +1,33 @@
+"""DiskOptions: what the disk tier is told. Plain values, usable from any thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """What the disk tier is told.
+
+    Attributes:
+        path: the directory; everything lies below ``path/kvkeep-disk-v1``.
+        size_bytes: budget of the directory, over all processes that use it.
+        threads: threads for file I/O, at least 2.
+        queue_bytes: most memory that stores which wait for the disk may hold.
+        load_timeout_s: a load that takes longer is a miss.
+        lookup_timeout_s: a lookup answers by then with what was read and verified.
+        stall_timeout_s: with one call running for longer, the tier is left out until it ends.
+        open_timeout_s: how long the start waits for the scan; it goes on in the background.
+        close_timeout_s: how long closing waits for queued stores.
+    """
+
+    path: Path
+    size_bytes: int
+    threads: int = 4
+    queue_bytes: int = 1 << 30
+    load_timeout_s: float = 10.0
+    lookup_timeout_s: float = 0.7
+    stall_timeout_s: float = 5.0
+    open_timeout_s: float = 30.0
+    close_timeout_s: float = 30.0
