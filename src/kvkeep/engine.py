@@ -18,6 +18,7 @@ from kvkeep.layerwise import LoadStep, retrieve_layers, store_layers
 from kvkeep.loading import OpenLoad, refuse_load
 from kvkeep.looking_up import look_up, refuse_lookup
 from kvkeep.metrics import Metrics
+from kvkeep.removing import Remover
 from kvkeep.request import EngineParts, Request, merge_scope
 from kvkeep.results import CheckReport, EngineHealth, StoreResult, StoreStop
 from kvkeep.storage.health import HealthMonitor
@@ -45,6 +46,7 @@ class CacheEngine:
         storage_manager: StorageManager,
         metrics: Metrics,
         health_timeout_s: float = 2.0,
+        remove_after_retrieve: bool = False,
     ) -> None:
         """Join the parts, and own connector and storage: :meth:`close` closes them.
 
@@ -54,6 +56,7 @@ class CacheEngine:
             storage_manager: the tiers.
             metrics: where everything is counted.
             health_timeout_s: a tier whose health check takes longer is unhealthy.
+            remove_after_retrieve: a chunk is removed from every tier once it was loaded.
 
         Raises:
             LayoutError: the connector moves another layout than the identity names, or a chunk is
@@ -73,6 +76,7 @@ class CacheEngine:
         self._monitor = HealthMonitor(storage_manager, timeout_s=health_timeout_s)
         self._tagged = TaggedKeys(lambda key: storage_manager.contains(key) is not None)
         self._behind = CopyThreads(1)
+        self._remover = Remover(storage_manager) if remove_after_retrieve else None
         self._is_healthy = True
         self._is_closed = False
 
@@ -193,8 +197,7 @@ class CacheEngine:
         with OpenLoad(self._parts, request) as load:
             written = load.copy()
             result = load.mask(written)
-        load.note_order()
-        self._tagged.note(request.scope.tags, load.keys[:written])
+        load.settle(written, self._tagged, self._remover)
         return result
 
     def retrieve_layer(
@@ -223,7 +226,7 @@ class CacheEngine:
         """
         scope = merge_scope(scope, request_configs)
         request = Request(tokens, mask, kvcaches, slot_mapping, offset, req_id, scope)
-        return retrieve_layers(self._parts, request, self.is_healthy, self._tagged)
+        return retrieve_layers(self._parts, request, self.is_healthy, self._tagged, self._remover)
 
     def lookup(
         self,
@@ -324,16 +327,7 @@ class CacheEngine:
         Raises:
             OwnershipError: used and free memory are not the whole pool, or objects overlap.
         """
-        memory = self._storage.memcheck()
-        return CheckReport(
-            open_leases=len(self._storage.leases),
-            used_bytes=memory.used_bytes,
-            free_bytes=memory.free_bytes,
-            capacity_bytes=memory.capacity_bytes,
-            num_objects=memory.num_objects,
-            num_chunks=len(self._storage.allocator_backend.keys()),
-            metrics=self.metrics.snapshot(),
-        )
+        return CheckReport.of(self._storage)
 
     def close(self) -> None:
         """End all leases and copies, close connector and tiers; later calls do nothing."""
@@ -341,6 +335,8 @@ class CacheEngine:
             return
         self._is_closed = True
         self._behind.close()
+        if self._remover is not None:
+            self._remover.close()
         self._connector.close()
         self._storage.close()
 

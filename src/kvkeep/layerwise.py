@@ -14,6 +14,7 @@ import torch
 
 from kvkeep.gpu.threads import CopyThreads
 from kvkeep.loading import OpenLoad, refuse_load
+from kvkeep.removing import Remover
 from kvkeep.request import COPY_ERRORS, EngineParts, Request
 from kvkeep.results import StoreStop
 from kvkeep.storing import OpenStore, refuse_store
@@ -72,7 +73,11 @@ def store_layers(
 
 
 def retrieve_layers(
-    parts: EngineParts, request: Request, is_healthy: Callable[[], bool], tagged: TaggedKeys
+    parts: EngineParts,
+    request: Request,
+    is_healthy: Callable[[], bool],
+    tagged: TaggedKeys,
+    remover: Remover | None,
 ) -> Generator[LoadStep, None, None]:
     """Load layer by layer; see :meth:`kvkeep.engine.CacheEngine.retrieve_layer`."""
     num_layers = parts.gpu_connector.layout.num_layers
@@ -103,7 +108,6 @@ def retrieve_layers(
                 copier.close()
         if written:
             load.count(written, seconds)
-            tagged.note(request.scope.tags, load.keys[:written])
         mask = load.mask(written)
-    load.note_order()
+    load.settle(written, tagged, remover)
     yield mask

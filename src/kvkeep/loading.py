@@ -21,7 +21,9 @@ from kvkeep.gpu.slots import slots_as_array
 from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.ownership import References
+from kvkeep.removing import Remover
 from kvkeep.request import COPY_ERRORS, ENGINE_MEMORY, EngineParts, Request
+from kvkeep.tagged_keys import TaggedKeys
 
 _log = logging.getLogger(__name__)
 
@@ -263,12 +265,22 @@ class OpenLoad:
             part &= self._slots[: len(part)] != SKIP_SLOT
         return torch.from_numpy(written)
 
-    def note_order(self) -> None:
-        """Let the prompt be evicted from its end on, whatever tiers it came from.
+    def settle(self, written: int, tagged: TaggedKeys, remover: Remover | None) -> None:
+        """Note what was loaded: its tags, and its order, or remove it where that is wanted.
 
-        Call it after :meth:`close`, which notes the use of what was pinned, and not from a
-        finalizer: it waits for the locks of the tiers.
+        The prompt is to be evicted from its end on, whatever tiers it came from. Call it after
+        :meth:`close`, which notes the use of what was pinned, and not from a finalizer: it waits
+        for the locks of the tiers.
+
+        Args:
+            written: chunks that are in the engine's pages.
+            tagged: where tags are noted.
+            remover: removes chunks that were loaded; None keeps them.
         """
+        if remover is None:
+            tagged.note(self._request.scope.tags, self.keys[:written])
+        elif written:
+            remover.remove(self.keys[:written])
         if self.keys:
             self._parts.storage_manager.note_order(self._prompt_keys)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvkeep.backends.base import BackendHealth
+from kvkeep.storage.manager import StorageManager
 
 
 class StoreStop(StrEnum):
@@ -82,3 +83,21 @@ class CheckReport:
     num_objects: int
     num_chunks: int
     metrics: Mapping[str, float]
+
+    @classmethod
+    def of(cls, storage: StorageManager) -> CheckReport:
+        """What these tiers hold.
+
+        Raises:
+            OwnershipError: used and free memory are not the whole pool, or objects overlap.
+        """
+        memory = storage.memcheck()
+        return cls(
+            open_leases=len(storage.leases),
+            used_bytes=memory.used_bytes,
+            free_bytes=memory.free_bytes,
+            capacity_bytes=memory.capacity_bytes,
+            num_objects=memory.num_objects,
+            num_chunks=len(storage.allocator_backend.keys()),
+            metrics=storage.metrics.snapshot(),
+        )

@@ -52,6 +52,7 @@ class EngineRig:
         alloc_timeout_s: float = 0.2,
         connector: Callable[[KVLayout], GPUConnectorInterface] = PagedGPUConnector,
         tiers: Sequence[Callable[[AllocatorBackendInterface], StorageBackendInterface]] = (),
+        remove_after_retrieve: bool = False,
     ) -> None:
         """Build it; the caches are not registered.
 
@@ -66,6 +67,7 @@ class EngineRig:
             alloc_timeout_s: seconds that a load waits for memory.
             connector: makes the connector.
             tiers: make further tiers from the first one.
+            remove_after_retrieve: chunks are removed once they were loaded.
         """
         self.model = PagedEngine(num_pages=num_pages, num_layers=num_layers)
         layout = self.model.layout
@@ -91,6 +93,7 @@ class EngineRig:
             gpu_connector=self.connector,
             storage_manager=self.storage,
             metrics=self.metrics,
+            remove_after_retrieve=remove_after_retrieve,
         )
 
     def fill(self, tokens: Sequence[int], pages: Sequence[int] | None = None) -> None:
