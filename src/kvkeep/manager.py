@@ -22,6 +22,7 @@ from kvkeep.identity import CacheIdentity
 from kvkeep.memory.report import AllocatorReport
 from kvkeep.memory.sizing import DEFAULT_POOL_BYTES, WorkerPlace, default_pool_bytes
 from kvkeep.metrics import Metrics
+from kvkeep.observing import observe
 from kvkeep.opening_disk import open_disk
 from kvkeep.opening_pool import open_pool, start_prefault
 from kvkeep.policy.names import create_policy
@@ -119,9 +120,11 @@ class CacheManager:
                 storage_manager=storage,
                 metrics=metrics,
                 health_timeout_s=settings.health.timeout,
+                remove_after_retrieve=settings.remove_after_retrieve,
             )
             opened.pop_all()  # from here on, the engine closes them
             opened.callback(engine.close)
+            opened.enter_context(observe(settings, place, metrics))
             prefaulter = start_prefault(settings.cpu, allocator)
             if prefaulter is not None:
                 opened.callback(prefaulter.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvkeep.config.load import LoadedSettings, load_settings, resolve_settings
+from kvkeep.config.observing import LogSettings, MetricsSettings, TracingSettings
 from kvkeep.config.settings import (
     CpuSettings,
     DiskSettings,
@@ -19,9 +20,12 @@ __all__ = [
     "HealthSettings",
     "IdentitySettings",
     "LoadedSettings",
+    "LogSettings",
     "LookupSettings",
+    "MetricsSettings",
     "PluginSettings",
     "Settings",
+    "TracingSettings",
     "load_settings",
     "resolve_settings",
 ]

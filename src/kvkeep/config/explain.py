@@ -92,6 +92,8 @@ def _units(parts: typing.Iterable[object]) -> Iterator[str]:
 
 def _plain(value: object, *, secret: bool) -> object:
     """A value as JSON can hold it."""
+    if secret and isinstance(value, str):
+        return HIDDEN
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, PluginSettings):

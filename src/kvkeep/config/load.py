@@ -33,7 +33,7 @@ _YAML_TEXTS = {
     "plugins": "a list like [{name: mine, module: package.module:Class}]",
 }
 #: Settings that may hold secrets, so that no message shows their values.
-SECRET = frozenset({"plugins"})
+SECRET = frozenset({"plugins", "metrics.token"})
 #: Prefixes of variables that only the tests read.
 ENV_TEST_PREFIXES = ("KVKEEP_TEST_", "KVKEEP_STRESS_")
 

@@ -10,15 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from kvkeep.config.base import Frozen
+from kvkeep.config.observing import LogSettings, MetricsSettings, TracingSettings
+from kvkeep.config.ranks import RanksSettings
 from kvkeep.config.units import DurationSeconds, SizeBytes, SizeBytesOrZero, Threads, Tokens
 
 
@@ -78,13 +74,7 @@ Placement = Annotated[
 ]
 
 
-class _Frozen(BaseModel):
-    """Immutable, exact about types, and closed: an unknown name is an error."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True)
-
-
-class CpuSettings(_Frozen):
+class CpuSettings(Frozen):
     """The pool of CPU memory and the tier that lives in it."""
 
     size: SizeBytes | None = Field(
@@ -145,7 +135,7 @@ class CpuSettings(_Frozen):
     )
 
 
-class DiskSettings(_Frozen):
+class DiskSettings(Frozen):
     """The tier on a local disk, see docs/disk.md."""
 
     path: Path | None = Field(
@@ -179,7 +169,7 @@ class DiskSettings(_Frozen):
         return self
 
 
-class LookupSettings(_Frozen):
+class LookupSettings(Frozen):
     """How the scheduler asks the workers what is stored."""
 
     timeout: DurationSeconds = Field(
@@ -198,7 +188,7 @@ class LookupSettings(_Frozen):
     )
 
 
-class IdentitySettings(_Frozen):
+class IdentitySettings(Frozen):
     """What names the model, where the engine's own answer is not the right one."""
 
     model: str | None = Field(
@@ -213,7 +203,7 @@ class IdentitySettings(_Frozen):
     tags: Tags = Field((), description="Names and values that keep this cache apart from others.")
 
 
-class HealthSettings(_Frozen):
+class HealthSettings(Frozen):
     """How often tiers are asked whether they can serve."""
 
     interval: DurationSeconds = Field(
@@ -226,7 +216,7 @@ class HealthSettings(_Frozen):
     )
 
 
-class PluginSettings(_Frozen):
+class PluginSettings(Frozen):
     """A tier of somebody else's, see docs/plugins.md.
 
     Attributes:
@@ -256,7 +246,7 @@ class PluginSettings(_Frozen):
 Plugins = Annotated[tuple[PluginSettings, ...], BeforeValidator(_as_tuple)]
 
 
-class Settings(_Frozen):
+class Settings(Frozen):
     """All settings of kvkeep."""
 
     chunk_size: Tokens = Field(
@@ -271,11 +261,18 @@ class Settings(_Frozen):
     store_decode: bool = Field(
         False, description="Store generated tokens, too, once they fill a chunk."
     )
+    remove_after_retrieve: bool = Field(
+        False, description="Remove a chunk from every tier once it was loaded."
+    )
     cpu: CpuSettings = Field(default_factory=CpuSettings)
     disk: DiskSettings = Field(default_factory=DiskSettings)
     lookup: LookupSettings = Field(default_factory=LookupSettings)
+    ranks: RanksSettings = Field(default_factory=RanksSettings)
     identity: IdentitySettings = Field(default_factory=IdentitySettings)
     health: HealthSettings = Field(default_factory=HealthSettings)
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+    tracing: TracingSettings = Field(default_factory=TracingSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
     plugins: Plugins = Field(
         (),
         description="Further tiers, below all others: a list of {name, module or entry_point, "

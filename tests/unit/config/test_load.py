@@ -38,6 +38,12 @@ EXAMPLES = {
     "identity.tags": "{team: search}",
     "health.interval": "1s",
     "health.timeout": "100ms",
+    "metrics.listen": "127.0.0.1:9440",
+    "metrics.token": "a-secret-of-length",
+    "metrics.tls_cert": "/etc/kvkeep/cert.pem",
+    "metrics.tls_key": "/etc/kvkeep/key.pem",
+    "tracing.spans": "true",
+    "log.format": "json",
     "plugins": "[{name: far, module: 'a.b:C', settings: {url: x}}]",
     "disk.path": "/var/cache/kvkeep",
     "disk.size": "7GiB",
@@ -47,8 +53,14 @@ EXAMPLES = {
     "disk.load_timeout": "3s",
 }
 #: What a section's settings have no effect without, which is an error (fault 46).
-NEEDED = {"disk": {"disk.path": "/var/cache/kvkeep"}}
-NEEDED_BY_NONE = ("disk.path",)
+_LISTEN = {"metrics.listen": "127.0.0.1:9440"}
+NEEDED = {
+    "disk": {"disk.path": "/var/cache/kvkeep"},
+    "metrics": _LISTEN,
+    "metrics.tls_cert": {**_LISTEN, "metrics.tls_key": "/etc/kvkeep/key.pem"},
+    "metrics.tls_key": {**_LISTEN, "metrics.tls_cert": "/etc/kvkeep/cert.pem"},
+}
+NEEDED_BY_NONE = ("disk.path", "metrics.listen")
 
 
 @pytest.fixture
@@ -96,7 +108,8 @@ def test_every_setting_has_an_example_here():
 def test_every_setting_can_be_given_in_every_source(path, yaml_file):
     """Fault 45: what is set takes effect, from wherever it comes, and says where from."""
     text = EXAMPLES[path]
-    needed = NEEDED.get(path.partition(".")[0], {}) if path not in NEEDED_BY_NONE else {}
+    of_section = NEEDED.get(path.partition(".")[0], {})
+    needed = NEEDED.get(path, of_section) if path not in NEEDED_BY_NONE else {}
     needed_env = {env_name(name): value for name, value in needed.items()}
     from_yaml = resolve_settings(yaml_path=yaml_file(as_yaml(path, text)), env=needed_env)
     from_env = resolve_settings(env={env_name(path): text, **needed_env})
