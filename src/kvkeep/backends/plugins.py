@@ -44,15 +44,7 @@ def build_plugin(
             f"plugin {plugin.name}: another tier has this name; choose one that is not among "
             + ", ".join(taken)
         )
-    found = _find(plugin)
-    if not isinstance(found, type) or not issubclass(found, StoragePluginInterface):
-        raise ConfigError(
-            f"plugin {plugin.name}: {_source(plugin)} is {_kind(found)}; it must be a class that "
-            "derives from kvkeep.backends.base.StoragePluginInterface"
-        )
-    if found.__abstractmethods__:
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"plugin {plugin.name}: {_source(plugin)} has no {missing}; write them")
+    found = find_plugin(plugin)
     try:
         backend = found.from_settings(copy.deepcopy(plugin.settings), allocator_backend)
     except ConfigError as error:
@@ -69,6 +61,24 @@ def build_plugin(
         )
     backend.name = plugin.name
     return backend
+
+
+def find_plugin(plugin: PluginSettings) -> type[StoragePluginInterface]:
+    """The class of a plugin, which is not built.
+
+    Raises:
+        ConfigError: it cannot be found, or is none.
+    """
+    found = _find(plugin)
+    if not isinstance(found, type) or not issubclass(found, StoragePluginInterface):
+        raise ConfigError(
+            f"plugin {plugin.name}: {_source(plugin)} is {_kind(found)}; it must be a class that "
+            "derives from kvkeep.backends.base.StoragePluginInterface"
+        )
+    if found.__abstractmethods__:
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"plugin {plugin.name}: {_source(plugin)} has no {missing}; write them")
+    return found
 
 
 def _find(plugin: PluginSettings) -> object:

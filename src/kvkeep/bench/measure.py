@@ -92,17 +92,20 @@ def rate_row(
     return Row(what, ours, limit, "GB/s", ratio, target)
 
 
-def machine() -> dict[str, object]:
-    """What the figures depend on."""
-    model = "unknown"
+def cpu_name() -> str:
+    """Name of the processor, as the system gives it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
             if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on."""
     return {
-        "cpu": model,
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,

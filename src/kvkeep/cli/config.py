@@ -56,7 +56,7 @@ def explain_settings(
     """
     with telling_failures("config explain"):
         loaded = resolve_settings(
-            yaml_path=config, env=os.environ, extra=_read_extra(extra), extra_origin="--extra"
+            yaml_path=config, env=os.environ, extra=read_extra(extra), extra_origin="--extra"
         )
     listed = [item for item in explain(loaded) if not (changed and item.origin == DEFAULT_ORIGIN)]
     if as_json:
@@ -96,7 +96,12 @@ def import_settings(
         raise typer.Exit(1)
 
 
-def _read_extra(text: str | None) -> dict[str, object]:
+def read_extra(text: str | None) -> dict[str, object]:
+    """The value of ``--extra``.
+
+    Raises:
+        ConfigError: it is no JSON object.
+    """
     if text is None:
         return {}
     try:

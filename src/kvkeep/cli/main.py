@@ -12,6 +12,7 @@ import typer
 from kvkeep import __version__
 from kvkeep.cli import config
 from kvkeep.cli.demo import demo
+from kvkeep.cli.doctor import doctor
 from kvkeep.cli.fsck import fsck
 from kvkeep.cli.inspect import inspect
 from kvkeep.cli.replay import replay
@@ -25,6 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command(epilog="Example: kvkeep doctor --config kvkeep.yaml --model /models/llama-3.1-8b")(
+    doctor
+)
 app.add_typer(config.app, name="config")
 app.command(epilog="Example: kvkeep inspect /var/cache/kvkeep --chunk 3fa9")(inspect)
 app.command(epilog="Example: kvkeep fsck /var/cache/kvkeep --repair")(fsck)

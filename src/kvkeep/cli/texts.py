@@ -1,4 +1,4 @@
-"""Sizes and ages for people: rounded, in the unit that leaves a short number. Pure."""
+"""Sizes, rates, times and ages for people: rounded, in the unit that is short. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ def about_size(size_bytes: int) -> str:
         if size_bytes >= 1 << shift:
             return f"{size_bytes / (1 << shift):.1f} {unit}"
     return f"{size_bytes} B"
+
+
+def about_rate(bytes_per_s: float) -> str:
+    """``12.3 GB/s``, in powers of ten as makers of memory and disks count."""
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.1f} GB/s"
+    return f"{bytes_per_s / 1e6:.{0 if bytes_per_s >= 1e7 else 1}f} MB/s"
+
+
+def about_time(seconds: float) -> str:
+    """``1.25 s``, ``340 ms``, ``12 us``."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.{0 if seconds >= 1e-2 else 1}f} ms"
+    return f"{seconds * 1e6:.0f} us"
 
 
 def ago(age_ns: int) -> str:
