@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvkeep.keys import ChunkKey
@@ -31,6 +31,8 @@ class Lease:
         deadline: value of ``time.monotonic()`` after which it may be taken back.
         opened: value of ``time.monotonic()`` when it was opened, at the start of its lookup; what a
             lookup may take of time counts from here.
+        when_released: called once when the lease has been given back, in whatever thread that is,
+            perhaps within the garbage collector: it must not wait.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Lease:
         self.owner = owner
         self.deadline = deadline
         self.opened = time.monotonic()
+        self.when_released: Callable[[], object] | None = None
         self._lock = threading.RLock()
         self._pins: dict[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]] = {}  # by _lock
         self._by_key: dict[ChunkKey, MemoryObj] = {}  # guarded by _lock
@@ -97,6 +100,16 @@ class Lease:
         """The deadline has passed at ``now`` (``time.monotonic()``)."""
         return now >= self.deadline
 
+    def keep_only(self, keys: Collection[ChunkKey]) -> None:
+        """Give the pins of all other chunks back; the lease goes on."""
+        dropped: dict[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]] = {}
+        with self._lock:
+            for backend, entries in self._pins.items():
+                dropped[backend] = [entry for entry in entries if entry[0] not in keys]
+                self._pins[backend] = [entry for entry in entries if entry[0] in keys]
+            self._by_key = {key: obj for key, obj in self._by_key.items() if key in keys}
+        self._give_back(dropped)
+
     def release(self) -> None:
         """Unpin everything and let the backends note what was used (``touch_cache``).
 
@@ -107,7 +120,17 @@ class Lease:
             pins, self._pins = self._pins, {}
             self._by_key = {}
             self._released = True
+            when_released, self.when_released = self.when_released, None
+        self._give_back(pins)
+        if when_released is not None:
+            when_released()
+
+    def _give_back(
+        self, pins: Mapping[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]]
+    ) -> None:
         for backend, entries in pins.items():
+            if not entries:
+                continue
             if self._is_bypassed is not None and self._is_bypassed(backend.name):
                 batched_unpin([obj for _, obj in entries])
                 continue

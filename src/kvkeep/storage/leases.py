@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvkeep.backends.lease import Lease
+from kvkeep.keys import ChunkKey
 
 
 class LeaseTable:
@@ -85,6 +86,20 @@ class LeaseTable:
             return False
         lease.release()
         return True
+
+    def drop(self, lookup_id: str, lease: Lease) -> None:
+        """Give this lease back, and take it out of the table if it is there."""
+        with self._lock:
+            if self._leases.get(lookup_id) is lease:
+                del self._leases[lookup_id]
+        lease.release()
+
+    def keep_only(self, lookup_id: str, keys: Collection[ChunkKey]) -> None:
+        """Give back what the lease of ``lookup_id``, if it has one, pins besides these chunks."""
+        with self._lock:
+            lease = self._leases.get(lookup_id)
+        if lease is not None:
+            lease.keep_only(keys)
 
     def reap(self) -> int:
         """Release every lease in the table whose deadline has passed; returns how many."""

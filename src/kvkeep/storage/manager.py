@@ -12,8 +12,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NoReturn
 
-import torch
-
 from kvkeep.backends.base import (
     AllocatorBackendInterface,
     BackendHealth,
@@ -23,20 +21,20 @@ from kvkeep.backends.base import (
 from kvkeep.backends.lease import Lease
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.keys import ChunkKey, LayerKey
-from kvkeep.layout import MemoryFormat
-from kvkeep.memory.base import MemoryObj, MemoryReport
+from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
 from kvkeep.storage.clearing import Clearing
 from kvkeep.storage.guard import BackendGuard
 from kvkeep.storage.leases import LeaseTable
+from kvkeep.storage.pool_access import PoolAccess
 from kvkeep.storage.search import PrefixSearch
 from kvkeep.storage.tiers import Tiers
-from kvkeep.storage.transfer import Transfer, allocate_most, copy_objects
+from kvkeep.storage.transfer import Transfer
 
 
-class StorageManager:
+class StorageManager(PoolAccess):
     """Puts chunks into all tiers and gets them from the first that has them."""
 
     def __init__(
@@ -60,14 +58,13 @@ class StorageManager:
         """
         self._tiers = Tiers(backends, allocator_backend)
         self.storage_backends: OrderedDict[str, StorageBackendInterface] = self._tiers.backends
-        self.allocator_backend = allocator_backend
         self.leases = LeaseTable(
             timeout_s=lease_timeout_s,
             on_expired=lambda lease: metrics.lease_expired(),
             is_bypassed=self._tiers.is_bypassed,
         )
         self.metrics = metrics
-        self._guard = BackendGuard(metrics)
+        super().__init__(allocator_backend, BackendGuard(metrics))
         self._clearing = Clearing(self._tiers, self._guard)
         self._search = PrefixSearch(self._tiers, self._guard)
         self._transfer = Transfer(self._tiers, allocator_backend, self._guard, metrics)
@@ -105,81 +102,6 @@ class StorageManager:
         """
         self._tiers.check_names([name])
         return self._clearing.health(name)
-
-    def allocate(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
-        *,
-        eviction: bool = True,
-        busy_loop: bool = True,
-    ) -> MemoryObj | None:
-        """One object; see :meth:`batched_allocate`."""
-        objs = self.batched_allocate(shape, dtype, 1, fmt, eviction=eviction, busy_loop=busy_loop)
-        return objs[0] if objs else None
-
-    def batched_allocate(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        batch_size: int,
-        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
-        *,
-        eviction: bool = True,
-        busy_loop: bool = True,
-        protect: Collection[ChunkKey] = (),
-    ) -> list[MemoryObj] | None:
-        """``batch_size`` objects of one shape, all or none.
-
-        See :meth:`kvkeep.backends.base.AllocatorBackendInterface.batched_allocate`. A failure of
-        the allocator backend is no room.
-
-        Raises:
-            ValueError: the shape has no size.
-        """
-        if batch_size < 0 or not shape or min(shape) < 1:
-            raise ValueError(f"cannot allocate {batch_size} objects of shape {tuple(shape)}")
-        run = partial(self.allocator_backend.batched_allocate, shape, dtype, batch_size, fmt)
-        run = partial(run, eviction=eviction, busy_loop=busy_loop, protect=protect)
-        return self._guard.call(self.allocator_backend, "allocate", run, None)
-
-    def allocate_prefix(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        wanted: int,
-        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
-        *,
-        protect: Collection[ChunkKey] = (),
-    ) -> list[MemoryObj]:
-        """As many of ``wanted`` objects as there is room for, without waiting.
-
-        All are asked for at once, and only if that fails for fewer. As little as needed is evicted.
-
-        Args:
-            shape: of one object.
-            dtype: element type.
-            wanted: how many.
-            fmt: arrangement.
-            protect: chunks of the same prompt, so that a suffix never evicts its own prefix.
-        """
-        return allocate_most(
-            wanted,
-            lambda count: self.batched_allocate(
-                shape, dtype, count, fmt, busy_loop=False, protect=protect
-            ),
-        )
-
-    def allocate_and_copy_objects(
-        self, backend: AllocatorBackendInterface, objs: Sequence[MemoryObj]
-    ) -> list[MemoryObj]:
-        """Copies of ``objs`` in the memory of ``backend``, as many from the first on as fit."""
-        return copy_objects(backend, objs)
-
-    def memcheck(self) -> MemoryReport:
-        """Prove the allocator backend's pool; raises OwnershipError if it is not sound."""
-        return self.allocator_backend.memcheck()
 
     def put(self, key: ChunkKey, obj: MemoryObj) -> NoReturn:
         """Raises RuntimeError: each single object would cost a lock and a walk over the tiers."""

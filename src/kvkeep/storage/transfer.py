@@ -137,7 +137,7 @@ class Transfer:
         """Get from one tier, position by position; what it had is in the first tier then too."""
         run = partial(backend.batched_get_blocking, keys)
         objs = self._guard.objects(backend, len(keys), run)
-        self._write_back(backend, keys, objs)
+        self.write_back(backend, keys, objs)
         return objs
 
     def start_gets(
@@ -172,10 +172,10 @@ class Transfer:
     ) -> None:
         """One tier has answered."""
         objs = self._guard.objects(backend, len(keys), answered.result)
-        self._write_back(backend, keys, objs)
+        self.write_back(backend, keys, objs)
         gathered.add(start, objs)
 
-    def _write_back(
+    def write_back(
         self,
         backend: StorageBackendInterface,
         keys: Sequence[ChunkKey],
