@@ -78,7 +78,7 @@ def replay(
     """
     values = []
     with telling_failures("replay"):
-        block = _parse_size(block_bytes)
+        block = _parse_size(block_bytes, "--block-bytes")
         policies = list(dict.fromkeys(name.strip().lower() for name in policy.split(",")))
         check_policies(policies)
         sizes, shares = _parse_sizes(size, share)
@@ -119,13 +119,13 @@ def _read(path: Path, block_tokens: int) -> Trace:
     return trace
 
 
-def _parse_size(text: str) -> int:
+def _parse_size(text: str, option: str) -> int:
     try:
         size_bytes = parse_size(text)
     except ValueError as error:
-        raise ConfigError(f"{text!r}: {error}") from error
+        raise ConfigError(f"{option} {text!r}: {error}") from error
     if not isinstance(size_bytes, int) or size_bytes < 1:
-        raise ConfigError(f"{text!r}: must be more than nothing")
+        raise ConfigError(f"{option} {text!r}: must be more than nothing")
     return size_bytes
 
 
@@ -133,15 +133,15 @@ def _parse_sizes(size: str | None, share: str | None) -> tuple[list[int], list[F
     """Bytes, and shares of the footprint."""
     if size is None and share is None:
         share = DEFAULT_SHARES
-    sizes = [_parse_size(text) for text in size.split(",")] if size is not None else []
+    sizes = [_parse_size(text, "--size") for text in size.split(",")] if size is not None else []
     shares = []
     for text in share.split(",") if share is not None else []:
         try:
             shares.append(Fraction(text.strip()))
         except (ValueError, ZeroDivisionError) as error:
-            raise ConfigError(f"{text!r} is no share; write 1/16 or 0.25") from error
+            raise ConfigError(f"--share {text!r} is no share; write 1/16 or 0.25") from error
         if not 0 < shares[-1] <= 1:
-            raise ConfigError(f"{text!r} is no share: it must be above 0 and at most 1")
+            raise ConfigError(f"--share {text!r} is no share: it must be above 0 and at most 1")
     return sizes, shares
 
 

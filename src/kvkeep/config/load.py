@@ -7,7 +7,6 @@ in. Called once, at the start.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,15 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from kvkeep.config.settings import Settings
+from kvkeep.config.wording import (
+    FORMS,
+    SECRET,
+    Given,
+    explain_errors,
+    nearest,
+    nearest_variable,
+    yaml_problem,
+)
 from kvkeep.errors import ConfigError
 
 #: Environment variables with this prefix are kvkeep's; an unknown one is an error.
@@ -26,14 +34,6 @@ ENV_PREFIX = "KVKEEP_"
 ENV_CONFIG = "KVKEEP_CONFIG"
 #: Variables that are no settings: the YAML file, and the folder of the demo's model.
 ENV_OTHER = frozenset({ENV_CONFIG, "KVKEEP_MODEL_DIR"})
-#: Settings that are no plain value: in the environment they are written in YAML's short form.
-_YAML_TEXTS = {
-    "identity.tags": "a mapping like {team: a}",
-    "cpu.numa": "auto, off or a map like {0: 0, 1: 1}",
-    "plugins": "a list like [{name: mine, module: package.module:Class}]",
-}
-#: Settings that may hold secrets, so that no message shows their values.
-SECRET = frozenset({"plugins", "metrics.token"})
 #: Prefixes of variables that only the tests read.
 ENV_TEST_PREFIXES = ("KVKEEP_TEST_", "KVKEEP_STRESS_")
 
@@ -49,14 +49,6 @@ class LoadedSettings:
 
     settings: Settings
     origins: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A value as it was given, and where."""
-
-    value: object
-    origin: str
 
 
 def load_settings(
@@ -92,7 +84,7 @@ def resolve_settings(
     env = env or {}
     if yaml_path is None and env.get(ENV_CONFIG):
         yaml_path = Path(env[ENV_CONFIG])
-    given: dict[str, _Given] = {}
+    given: dict[str, Given] = {}
     if yaml_path is not None:
         given.update(_flatten(read_yaml(yaml_path), str(yaml_path)))
     given.update(_from_env(env))
@@ -152,7 +144,9 @@ def read_yaml(path: Path) -> Mapping[str, object]:
     except OSError as error:
         raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the settings file {path} is no valid YAML: {error}") from error
+        raise ConfigError(
+            f"the settings file {path} is no valid YAML: {yaml_problem(error)}"
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -160,13 +154,13 @@ def read_yaml(path: Path) -> Mapping[str, object]:
     return content
 
 
-def _flatten(tree: Mapping[str, object], origin: str, prefix: str = "") -> dict[str, _Given]:
+def _flatten(tree: Mapping[str, object], origin: str, prefix: str = "") -> dict[str, Given]:
     """Dotted names of a nested mapping's values; None in place of a section is an empty one."""
-    flat: dict[str, _Given] = {}
+    flat: dict[str, Given] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if path in _FIELDS:
-            found = {path: _Given(value, origin)}
+            found = {path: Given(value, origin)}
         elif path in _SECTIONS and (value is None or isinstance(value, Mapping)):
             found = _flatten(value or {}, origin, f"{path}.")
         elif path in _SECTIONS:
@@ -175,16 +169,18 @@ def _flatten(tree: Mapping[str, object], origin: str, prefix: str = "") -> dict[
                 + ", ".join(known for known in _FIELDS if known.startswith(f"{path}."))
             )
         else:
-            raise ConfigError(f"unknown setting {path} in {origin}; {_nearest(path, _FIELDS)}")
+            raise ConfigError(
+                f"unknown setting {path} in {origin}; {nearest(path, _FIELDS, _SECTIONS)}"
+            )
         for twice in flat.keys() & found.keys():
             raise ConfigError(f"{twice} is given twice in {origin}, nested and dotted")
         flat.update(found)
     return flat
 
 
-def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
+def _from_env(env: Mapping[str, str]) -> dict[str, Given]:
     """Values of the KVKEEP_ variables, read as the type of their setting."""
-    flat: dict[str, _Given] = {}
+    flat: dict[str, Given] = {}
     for name in sorted(env):
         if not name.startswith(ENV_PREFIX) or name in ENV_OTHER:
             continue
@@ -194,22 +190,22 @@ def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
         if path is None:
             raise ConfigError(
                 f"unknown setting {name} in the environment; "
-                + _nearest(name, [*_ENV_NAMES, *sorted(ENV_OTHER)])
+                + nearest_variable(name, [*_ENV_NAMES, *sorted(ENV_OTHER)], ENV_PREFIX)
             )
         origin = f"environment variable {name}"
-        flat[path] = _Given(_read_text(path, env[name], origin), origin)
+        flat[path] = Given(_read_text(path, env[name], origin), origin)
     return flat
 
 
 def _read_text(path: str, text: str, origin: str) -> object:
     """A setting's value from a text: numbers and flags as they are, lists and mappings as YAML."""
     info = _FIELDS[path]
-    if path in _YAML_TEXTS:
+    if path in FORMS:
         try:
             value = yaml.load(text, _UniqueKeyLoader)
         except yaml.YAMLError as error:
             cause = None if path in SECRET else error  # which would quote the text
-            raise ConfigError(f"{path} ({origin}) is not {_YAML_TEXTS[path]}") from cause
+            raise ConfigError(f"{path} ({origin}) is not {FORMS[path]}") from cause
         return text if isinstance(value, bool) else value  # YAML reads off as False
     adapter: TypeAdapter[object] = TypeAdapter(
         info.rebuild_annotation(), config=ConfigDict(strict=True)
@@ -217,10 +213,10 @@ def _read_text(path: str, text: str, origin: str) -> object:
     try:
         return adapter.validate_strings(text)
     except ValidationError as error:
-        raise ConfigError(_explain(error, {path: _Given(text, origin)}, path)) from error
+        raise ConfigError(explain_errors(error, {path: Given(text, origin)}, path)) from error
 
 
-def _build(given: Mapping[str, _Given]) -> Settings:
+def _build(given: Mapping[str, Given]) -> Settings:
     """Check the merged values as a tree."""
     tree: dict[str, Any] = {}
     for path, item in given.items():
@@ -232,35 +228,4 @@ def _build(given: Mapping[str, _Given]) -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, given)) from error
-
-
-def _explain(error: ValidationError, given: Mapping[str, _Given], path: str = "") -> str:
-    """One sentence per problem: which setting, from where, what was given and what is allowed."""
-    lines: list[str] = []
-    for problem in error.errors(include_url=False):
-        place = ".".join(str(part) for part in problem["loc"])
-        where = path or next((known for known in given if f"{place}.".startswith(f"{known}.")), "")
-        text = problem["msg"].removeprefix("Value error, ")
-        if where:
-            item = given[where]
-            shown = place if where in SECRET else f"{where} = {item.value!r}"
-            text = f"{shown} ({item.origin}): {text}"
-        else:
-            named = [f"{known} by {given[known].origin}" for known in given if known in text]
-            text += f" [given: {', '.join(named)}]" if named else ""
-        if text not in lines:
-            lines.append(text)
-    return "; ".join(lines)
-
-
-def _nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
-    """A hint: the nearest known name, and all of them if there is none."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    if not matches:
-        tails = {full.rpartition(".")[2]: full for full in known}
-        near = difflib.get_close_matches(name.rpartition(".")[2], list(tails), n=1, cutoff=0.75)
-        matches = [tails[near[0]]] if near else []
-    if matches:
-        return f"did you mean {matches[0]}?"
-    return "known are " + ", ".join(known)
+        raise ConfigError(explain_errors(error, given)) from error

@@ -105,7 +105,7 @@ def test_memory_nodes(mode, nodes):
     [
         ("chunk_size: many", "chunk_size = 'many'"),
         ("chunk_size: true", "chunk_size = True"),
-        ("chunk_size: 0", "greater than or equal to 1"),
+        ("chunk_size: 0", "must be 1 at least"),
         ("max_local_cpu_size: 5GB", "max_local_cpu_size = '5GB': must be a number"),
         ("max_local_cpu_size: -1", "must be a number, 0 or more"),
         ("max_local_cpu_size: .nan", "must be a number"),
