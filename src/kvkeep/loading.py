@@ -55,6 +55,7 @@ class OpenLoad:
         self._parts = parts
         self._request = request
         self._held = References()
+        self._span = parts.metrics.spans.start("load", request.req_id)
         self._tiers: list[str] = []  # where each object came from
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -72,9 +73,11 @@ class OpenLoad:
             if request.slot_mapping is not None:
                 self._slots = slots_as_array(request.slot_mapping)
             self._gather(self._without_skipped(list(chunks)))
-        except BaseException:
+        except BaseException as error:
+            self._span.end(error)
             self.close()
             raise
+        self._span.note({"tokens": self._num_tokens, "tokens_found": self.num_found})
 
     @property
     def num_found(self) -> int:
@@ -223,6 +226,7 @@ class OpenLoad:
         """
         metrics = self._parts.metrics
         metrics.failure(ENGINE_MEMORY, "load", type(error).__name__)
+        self._span.note({"failed": type(error).__name__})
         request = self._request
         _log.warning("a load failed and is tried chunk by chunk (%s): %s", request.req_id, error)
         for number, obj in enumerate(self._held.objects):
@@ -253,6 +257,9 @@ class OpenLoad:
             tokens[self._tiers[number]] = tokens.get(self._tiers[number], 0) + num_tokens
             num_bytes += obj.size_bytes
         self._parts.metrics.loaded(tokens, num_bytes, seconds)
+        self._span.note(
+            {"tokens_loaded": sum(tokens.values()), "bytes": num_bytes, "tiers": list(tokens)}
+        )
 
     def mask(self, num_chunks: int) -> torch.Tensor:
         """True exactly where the first ``num_chunks`` chunks were written: bool [tokens], CPU."""
@@ -289,6 +296,7 @@ class OpenLoad:
         self._held.release()
         if self._lease is not None:
             self._lease.release()
+        self._span.end()
 
     def __enter__(self) -> OpenLoad:
         return self
@@ -299,4 +307,5 @@ class OpenLoad:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._span.end(error)
         self.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
+from kvkeep.prefix import LocatedRun
 from kvkeep.request import ENGINE_MEMORY, EngineParts
 from kvkeep.tokens import TokenChunks
 
@@ -29,6 +31,28 @@ def look_up(
     Raises:
         ValueError: no tier is called so.
     """
+    started = time.perf_counter()
+    with parts.metrics.spans.start("lookup", lease_id) as span:
+        runs = _locate(parts, chunks, lease_id, search_range)
+        found: dict[str, int] = {}
+        for run in runs:
+            num_tokens = chunks.end_of(run.end) - chunks.end_of(run.start)
+            found[run.location] = found.get(run.location, 0) + num_tokens
+        num_found = sum(found.values())
+        span.note({"tokens": chunks.num_tokens, "tokens_found": num_found, "tiers": list(found)})
+    parts.metrics.lookup_took(time.perf_counter() - started)
+    if counted:
+        parts.metrics.lookup(asked=chunks.num_tokens, found=found)
+    return num_found
+
+
+def _locate(
+    parts: EngineParts,
+    chunks: TokenChunks,
+    lease_id: str | None,
+    search_range: Collection[str] | None,
+) -> list[LocatedRun]:
+    """Where the chunks are; the lease, if there is to be one, is registered."""
     storage = parts.storage_manager
     lease = storage.leases.open(lease_id) if lease_id is not None else None
     try:
@@ -43,13 +67,7 @@ def look_up(
         else:
             lease.release()  # a tier may have pinned something and failed then
             storage.leases.release(lease_id)
-    found: dict[str, int] = {}
-    for run in runs:
-        num_tokens = chunks.end_of(run.end) - chunks.end_of(run.start)
-        found[run.location] = found.get(run.location, 0) + num_tokens
-    if counted:
-        parts.metrics.lookup(asked=chunks.num_tokens, found=found)
-    return sum(found.values())
+    return runs
 
 
 def refuse_lookup(parts: EngineParts, chunks: TokenChunks, *, counted: bool) -> int:

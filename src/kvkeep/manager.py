@@ -22,6 +22,7 @@ from kvkeep.identity import CacheIdentity
 from kvkeep.memory.report import AllocatorReport
 from kvkeep.memory.sizing import DEFAULT_POOL_BYTES, WorkerPlace, default_pool_bytes
 from kvkeep.metrics import Metrics
+from kvkeep.metrics.spans import NO_SPANS, open_spans
 from kvkeep.observing import observe
 from kvkeep.opening_disk import open_disk
 from kvkeep.opening_pool import open_pool, start_prefault
@@ -81,6 +82,7 @@ class CacheManager:
         Raises:
             ConfigError: the chunk size of the settings is not the identity's, the machine cannot
                 give the pool that the settings ask for, or a plugin cannot be built.
+            MissingExtraError: the settings ask for spans, and OpenTelemetry is not installed.
             LayoutError: the connector moves another layout than the identity names, or a chunk is
                 no whole number of pages.
         """
@@ -90,7 +92,7 @@ class CacheManager:
                 "the identity"
             )
         tokens = ChunkedTokenDatabase(identity, save_unfull_chunk=settings.save_unfull_chunk)
-        metrics = Metrics()
+        metrics = Metrics(spans=open_spans() if settings.tracing.spans else NO_SPANS)
         chunk_bytes = identity.layout.chunk_bytes(identity.chunk_size)
         with ExitStack() as opened:
             allocator, report = open_pool(settings.cpu, place, chunk_bytes)

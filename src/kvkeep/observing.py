@@ -38,22 +38,18 @@ def observe(settings: Settings, place: WorkerPlace, metrics: Metrics) -> Iterato
 def _open_endpoint(
     settings: Settings, place: WorkerPlace, metrics: Metrics
 ) -> MetricsEndpoint | None:
-    chosen = settings.metrics
-    if chosen.listen is None:
+    listen, token = settings.metrics.listen, settings.metrics.token
+    cert, key = settings.metrics.tls_cert, settings.metrics.tls_key
+    if listen is None:
         return None
-    tls = None
-    if chosen.tls_cert is not None and chosen.tls_key is not None:
-        tls = (chosen.tls_cert, chosen.tls_key)
+    tls = (cert, key) if cert is not None and key is not None else None
     try:
-        where = place_of_rank(parse_listen(chosen.listen), place.rank, place.num_ranks)
-        endpoint = MetricsEndpoint(EndpointOptions(where, chosen.token, tls), metrics.exposition)
+        where = place_of_rank(parse_listen(listen), place.rank, place.num_ranks)
+        endpoint = MetricsEndpoint(EndpointOptions(where, token, tls), metrics.exposition)
     except (OSError, ValueError) as error:
         metrics.failure("metrics", "listen", type(error).__name__)
         _log.warning(
-            "metrics.listen = %s: nothing listens for rank %d: %s",
-            chosen.listen,
-            place.rank,
-            error,
+            "metrics.listen = %s: nothing listens for rank %d: %s", listen, place.rank, error
         )
         return None
     _log.info("metrics of rank %d are at %s", place.rank, endpoint.place)

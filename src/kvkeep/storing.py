@@ -52,6 +52,7 @@ class OpenStore:
         self._chunks = parts.token_database.process_tokens(
             request.tokens, request.mask, request.scope
         )
+        self._span = parts.metrics.spans.start("store", request.req_id)
         self._stops: dict[int, StoreStop] = {}  # by index of the chunk; the others are stored
         self._taken: list[tuple[int, int, int]] = []  # (index, start, end) of those with memory
         self._held = References()
@@ -59,7 +60,8 @@ class OpenStore:
         self.copied_keys: list[ChunkKey] = []
         try:
             self._reserve()
-        except BaseException:
+        except BaseException as error:
+            self._span.end(error)
             self.close()
             raise
 
@@ -148,6 +150,7 @@ class OpenStore:
     def fail(self, error: BaseException) -> None:
         """The copy failed: count it and give the memory back."""
         self._parts.metrics.failure(ENGINE_MEMORY, "store", type(error).__name__)
+        self._span.note({"failed": type(error).__name__})
         _log.warning("a store failed (%s): %s", self._request.req_id, error)
         self._stops.update((index, StoreStop.FAILED) for index, _, _ in self._taken)
         self._taken = []
@@ -166,6 +169,9 @@ class OpenStore:
             skipped[stop] = skipped.get(stop, 0) + num_tokens
         for stop, num_tokens in skipped.items():
             metrics.store_skipped(num_tokens, stop.value)
+        self._span.note(
+            {"tokens": chunks.num_tokens, "tokens_stored": copied_tokens, "bytes": copied_bytes}
+        )
         return self._result(copied_tokens)
 
     def _put(self) -> tuple[int, int]:
@@ -202,6 +208,7 @@ class OpenStore:
     def close(self) -> None:
         """Give back what was not committed; a second call does nothing."""
         self._held.release()
+        self._span.end()
 
     def __enter__(self) -> OpenStore:
         return self
@@ -212,4 +219,5 @@ class OpenStore:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._span.end(error)
         self.close()

@@ -30,6 +30,7 @@ def test_every_method_counts_under_its_documented_name():
     metrics.failure("DictBackend", "get", "truncated")
     metrics.load_failed(64, "lease")
     metrics.lease_expired()
+    metrics.prefetched("ready")
     assert metrics.snapshot() == {
         "kvkeep_lookup_tokens_total": 1024,
         'kvkeep_lookup_hit_tokens_total{tier="LocalCPUBackend"}': 512,
@@ -52,6 +53,8 @@ def test_every_method_counts_under_its_documented_name():
         'kvkeep_load_failed_tokens_total{cause="lease"}': 64,
         "kvkeep_leases_expired_total": 1,
         "kvkeep_leases_open": 0,
+        'kvkeep_prefetches_total{outcome="ready"}': 1,
+        "kvkeep_prefetches_running": 0,
     }
 
 

@@ -186,6 +186,19 @@ _SPECS = (
         "cause",
     ),
     _counter(
+        "kvkeep_prefetches",
+        "lookups",
+        "Lookups that waited for a slow tier while their request was queued, by their end.",
+        "An asynchronous lookup was answered, given up or refused.",
+        "outcome",
+    ),
+    _gauge(
+        "kvkeep_prefetches_running",
+        "lookups",
+        "Such lookups whose chunks are on their way into memory.",
+        "A prefetch begins and ends.",
+    ),
+    _counter(
         "kvkeep_leases_expired",
         "leases",
         "Leases taken back after their deadline.",

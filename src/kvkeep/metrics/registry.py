@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric
 
 from kvkeep.metrics.catalogue import CATALOGUE, INTEGRITY_CAUSES, Kind, MetricSpec
+from kvkeep.metrics.spans import NO_SPANS, Spans
 
 #: Tier of a copy between the engine's memory and the pool, unless the caller names another.
 POOL_TIER = "LocalCPUBackend"
@@ -53,12 +54,16 @@ class _WithoutCreated:
 class Metrics:
     """All metrics of one engine."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self, registry: CollectorRegistry | None = None, *, spans: Spans = NO_SPANS
+    ) -> None:
         """Register everything.
 
         Args:
             registry: where to; a new one if None.
+            spans: starts the spans of lookups, loads and stores.
         """
+        self.spans = spans
         self.registry = registry if registry is not None else CollectorRegistry()
         self._families = {name: _make(spec, self.registry) for name, spec in CATALOGUE.items()}
         # Series with their labels, so that counting takes no lock of the registry's: it also
@@ -164,6 +169,10 @@ class Metrics:
         if cause in INTEGRITY_CAUSES:
             self._add("kvkeep_integrity_failures", 1, tier, cause)
 
+    def prefetched(self, outcome: str) -> None:
+        """An asynchronous lookup that had to wait for a slow tier has ended."""
+        self._add("kvkeep_prefetches", 1, outcome)
+
     def lease_expired(self) -> None:
         """A lease was taken back after its deadline."""
         self._add("kvkeep_leases_expired", 1)
@@ -176,6 +185,10 @@ class Metrics:
     def watch_leases(self, count: Callable[[], float]) -> None:
         """Read the gauge ``kvkeep_leases_open`` from ``count``."""
         self._watch("kvkeep_leases_open", count)
+
+    def watch_prefetches(self, count: Callable[[], float]) -> None:
+        """Read the gauge ``kvkeep_prefetches_running`` from ``count``."""
+        self._watch("kvkeep_prefetches_running", count)
 
     def watch_chunks(self, tier: str, count: Callable[[], float]) -> None:
         """Read the gauge ``kvkeep_chunks`` of ``tier`` from ``count``."""
