@@ -5,19 +5,30 @@ Callable from any thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvkeep.codec.base import Codec
+from kvkeep.codec.fp8 import Fp8Codec
 from kvkeep.codec.frame import CODEC_RAW, Buffer, ChunkMeta
+from kvkeep.codec.int8 import Int8Codec
 from kvkeep.codec.raw import RawCodec
+from kvkeep.codec.zstd import ZstdCodec
 from kvkeep.errors import CodecError, ConfigError
+from kvkeep.layout import KVLayout
 
-_CODECS: tuple[Codec, ...] = (RawCodec(),)
-_BY_NAME = {codec.name: codec for codec in _CODECS}
-_BY_CODE = {codec.code: codec for codec in _CODECS}
+#: What makes each codec, given the element type of opaque pages.
+_MAKERS: dict[str, Callable[[str | None], Codec]] = {
+    RawCodec.name: lambda element: RawCodec(),
+    ZstdCodec.name: ZstdCodec,
+    Fp8Codec.name: Fp8Codec,
+    Int8Codec.name: lambda element: Int8Codec(),
+}
+#: Payloads say what they need to be decoded, so one codec of each kind decodes all.
+_BY_CODE = {codec.code: codec for codec in (make(None) for make in _MAKERS.values())}
 
 #: Names in the settings.
-CODEC_NAMES = tuple(_BY_NAME)
+CODEC_NAMES = tuple(_MAKERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +44,48 @@ class Encoded:
     payload: Buffer
 
 
-def codec_of(name: str) -> Codec:
+def codec_of(name: str, *, element: str | None = None) -> Codec:
     """The codec of a name in the settings.
 
+    Args:
+        name: see :data:`CODEC_NAMES`.
+        element: element type of opaque pages, whose chunks do not say it; None if it is unknown.
+
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no codec of this name.
     """
-    codec = _BY_NAME.get(name.lower())
-    if codec is None:
+    make = _MAKERS.get(name.lower())
+    if make is None:
         raise ConfigError(f"unknown codec {name!r}; known: {', '.join(CODEC_NAMES)}")
-    return codec
+    return make(element)
+
+
+def choose_codec(name: str, layout: KVLayout, *, element: str | None, setting: str) -> Codec:
+    """The codec that a tier's setting names, for chunks of ``layout``.
+
+    Args:
+        name: value of the setting.
+        layout: the engine's.
+        element: as for :func:`codec_of`.
+        setting: its name, for the error.
+
+    Raises:
+        ConfigError: there is no such codec, or it cannot encode such chunks; says what can.
+    """
+    codec = codec_of(name, element=element)
+    reason = codec.why_not(layout)
+    if reason is None:
+        return codec
+    others = (other for other in CODEC_NAMES if codec_of(other, element=element).lossy)
+    fits = [other for other in others if codec_of(other, element=element).why_not(layout) is None]
+    raise ConfigError(
+        f"{setting}: {codec.name} cannot encode this engine's KV: {reason}. "
+        f"Use {' or '.join([*fits, 'zstd', 'raw'])}"
+    )
 
 
 def codec_by_code(code: int) -> Codec:
-    """The codec of a code in a frame's header.
+    """The codec of a code in a frame's header; for decoding.
 
     Raises:
         CodecError: there is none.
