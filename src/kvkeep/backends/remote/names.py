@@ -10,7 +10,17 @@ from kvkeep.errors import ConfigError
 
 MakeConnector = Callable[[RemoteURL, ConnectorOptions], RemoteConnector]
 
-CONNECTORS: dict[str, MakeConnector] = {}
+
+def _directory(url: RemoteURL, options: ConnectorOptions) -> RemoteConnector:
+    from kvkeep.backends.remote.directory import DirectoryConnector
+
+    return DirectoryConnector(url, options)
+
+
+#: By scheme.
+CONNECTORS: dict[str, MakeConnector] = {
+    "file": _directory,
+}
 
 
 def create_connector(url: RemoteURL, options: ConnectorOptions) -> RemoteConnector:

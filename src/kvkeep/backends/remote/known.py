@@ -1,0 +1,97 @@
+"""KnownChunks: what this process believes to be in the store, and what it is about to put there.
+
+Only a hint: it saves storing the same chunk twice. The store is always asked before a chunk is
+promised, and its answers correct the hint. Bounded; callable from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from kvkeep.keys import ChunkKey
+
+#: Chunks that are remembered, about 10 MB of memory.
+MAX_KNOWN = 1 << 16
+
+
+class Claim:
+    """The right to store one chunk; taken back when the chunk is removed meanwhile."""
+
+
+class KnownChunks:
+    """Hints and claims."""
+
+    def __init__(self, max_known: int = MAX_KNOWN) -> None:
+        """Nothing is known."""
+        self._max_known = max_known
+        self._lock = threading.Lock()
+        self._known: OrderedDict[ChunkKey, None] = OrderedDict()  # guarded by _lock
+        self._claims: dict[ChunkKey, Claim] = {}  # guarded by _lock
+
+    def claim(self, keys: Sequence[ChunkKey]) -> list[Claim | None]:
+        """A claim for each chunk that is neither known nor claimed; a key twice gets one claim."""
+        with self._lock:
+            return [self._claim_locked(key) for key in keys]
+
+    def _claim_locked(self, key: ChunkKey) -> Claim | None:
+        if key in self._known or key in self._claims:
+            return None
+        self._claims[key] = claim = Claim()
+        return claim
+
+    def is_current(self, key: ChunkKey, claim: Claim) -> bool:
+        """The claim was not taken back."""
+        with self._lock:
+            return self._claims.get(key) is claim
+
+    def fulfil(self, key: ChunkKey, claim: Claim) -> bool:
+        """The chunk is in the store; False if the claim was taken back before."""
+        with self._lock:
+            if self._claims.get(key) is not claim:
+                return False
+            del self._claims[key]
+            self._note_locked(key)
+            return True
+
+    def give_up(self, key: ChunkKey, claim: Claim) -> None:
+        """The chunk is not stored after all."""
+        with self._lock:
+            if self._claims.get(key) is claim:
+                del self._claims[key]
+
+    def saw(self, keys: Iterable[ChunkKey]) -> None:
+        """The store said that it has these."""
+        with self._lock:
+            for key in keys:
+                self._note_locked(key)
+
+    def missed(self, keys: Iterable[ChunkKey]) -> None:
+        """The store said that it does not have these. Claims stay."""
+        with self._lock:
+            for key in keys:
+                self._known.pop(key, None)
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """These are removed: hints go, claims are taken back."""
+        with self._lock:
+            for key in keys:
+                self._known.pop(key, None)
+                self._claims.pop(key, None)
+
+    def forget_all(self) -> None:
+        """Everything is removed."""
+        with self._lock:
+            self._known.clear()
+            self._claims.clear()
+
+    def __len__(self) -> int:
+        """Number of hints."""
+        return len(self._known)
+
+    def _note_locked(self, key: ChunkKey) -> None:
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > self._max_known:
+            self._known.popitem(last=False)
