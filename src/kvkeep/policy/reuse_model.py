@@ -143,14 +143,14 @@ class ReuseModel:
         hazards = np.maximum(self.hazards(num_chunks), 1e-12)
         survival = np.exp(-hazards * self._widths)
         used = -np.expm1(-hazards * self._widths)
-        kept = used / hazards
+        step = np.stack((used, used / hazards))  # chance of a use, epochs kept; of each bucket
+        # the same of each plan "from this bucket to the end of that one", from the last start on
+        plans = np.zeros_like(step)
         index = np.empty_like(hazards)
-        for start in range(NUM_BUCKETS):
-            reached = np.ones((len(hazards), NUM_BUCKETS - start))
-            np.cumprod(survival[:, start:-1], axis=1, out=reached[:, 1:])
-            gain = np.cumsum(reached * used[:, start:], axis=1)
-            cost = np.cumsum(reached * kept[:, start:], axis=1)
-            index[:, start] = (gain / cost).max(axis=1)
+        for start in reversed(range(NUM_BUCKETS)):
+            plans[:, :, start + 1 :] *= survival[:, start, None]
+            plans[:, :, start:] += step[:, :, start, None]
+            index[:, start] = (plans[0, :, start:] / plans[1, :, start:]).max(axis=1)
         table: list[list[float]] = index.tolist()
         return table
 
