@@ -29,6 +29,7 @@ from kvkeep.storage.clearing import Clearing
 from kvkeep.storage.guard import BackendGuard
 from kvkeep.storage.leases import LeaseTable
 from kvkeep.storage.pool_access import PoolAccess
+from kvkeep.storage.prefetch import Prefetched, Prefetcher, PrefetchOptions
 from kvkeep.storage.search import PrefixSearch
 from kvkeep.storage.tiers import Tiers
 from kvkeep.storage.transfer import Transfer
@@ -44,6 +45,7 @@ class StorageManager(PoolAccess):
         allocator_backend: AllocatorBackendInterface,
         metrics: Metrics,
         lease_timeout_s: float = 300.0,
+        prefetching: PrefetchOptions | None = None,
     ) -> None:
         """Join tiers, and own them: :meth:`close` closes them.
 
@@ -52,6 +54,7 @@ class StorageManager(PoolAccess):
             allocator_backend: hands out the memory; usually the first of ``backends``.
             metrics: where failures, drops and expired leases are counted.
             lease_timeout_s: seconds until a lease that nobody claims is taken back.
+            prefetching: bounds of lookups that are answered later; None for the usual ones.
 
         Raises:
             ValueError: two backends have one name.
@@ -68,6 +71,16 @@ class StorageManager(PoolAccess):
         self._clearing = Clearing(self._tiers, self._guard)
         self._search = PrefixSearch(self._tiers, self._guard)
         self._transfer = Transfer(self._tiers, allocator_backend, self._guard, metrics)
+        self._prefetcher = Prefetcher(
+            self._tiers,
+            allocator_backend,
+            guard=self._guard,
+            transfer=self._transfer,
+            leases=self.leases,
+            metrics=metrics,
+            options=prefetching or PrefetchOptions(),
+        )
+        metrics.watch_prefetches(lambda: float(self._prefetcher.num_lookups))
         metrics.watch_leases(self.leases.__len__)
         for name in self.storage_backends:
             metrics.watch_bypass(name, partial(self._tiers.is_bypassed, name))
@@ -254,19 +267,75 @@ class StorageManager(PoolAccess):
             for backend in self._tiers.active(locations)
         )
 
+    def async_lookup_and_prefetch(
+        self,
+        lookup_id: str,
+        keys: Sequence[ChunkKey],
+        cum_chunk_lengths: Sequence[int],
+        search_range: Collection[str] | None = None,
+        *,
+        pin: bool = True,
+    ) -> Future[Prefetched]:
+        """Find the longest prefix, and have its chunks in memory by the time of the answer.
+
+        Answered at once where all of it is in memory; else when the rest has come from slow tiers,
+        or as much of it as there is room and time for. The future cannot be cancelled and never
+        raises; :meth:`batched_unpin` gives the lookup up, which answers it with nothing.
+
+        Args:
+            lookup_id: names the event and the lease; an earlier lookup of this id is given up.
+            keys: the chunks of a prompt in order.
+            cum_chunk_lengths: tokens of the first n chunks, for n from 0 to all of them.
+            search_range: names of the tiers to ask; all if None.
+            pin: what was found is held by a lease; False only brings it into memory.
+
+        Raises:
+            ValueError: a tier in ``search_range`` does not exist.
+        """
+        return self._prefetcher.lookup(lookup_id, keys, cum_chunk_lengths, search_range, pin=pin)
+
+    def claim_lease(self, lookup_id: str) -> Lease | None:
+        """The lease of a lookup, which the caller must release; None if it has none any more.
+
+        Waits for a lookup that is under way, at most until its deadline.
+        """
+        return self._prefetcher.claim(lookup_id)
+
+    @property
+    def prefetcher(self) -> Prefetcher:
+        """Who brings chunks into memory; for tests and reports."""
+        return self._prefetcher
+
     def batched_unpin(self, lookup_id: str) -> bool:
-        """End the unclaimed lease of a lookup; False if there is none."""
-        return self.leases.release(lookup_id)
+        """Give a lookup up: stop what is under way for it and end its unclaimed lease.
+
+        Returns:
+            False if there is neither.
+        """
+        stopped = self._prefetcher.stop(lookup_id)
+        return self.leases.release(lookup_id) or stopped
+
+    def keep_only(self, lookup_id: str, keys: Collection[ChunkKey]) -> None:
+        """Give back what the unclaimed lease of a lookup holds besides these chunks."""
+        self.leases.keep_only(lookup_id, keys)
 
     def clear(self, locations: Collection[str] | None = None) -> int:
         """Remove everything from every tier or those named; returns how many copies there were.
 
         A tier that fails at it, or is left out now, takes part again once it has been cleared.
         """
+        self._prefetcher.note_clear()
         return self._clearing.clear(locations)
 
     def close(self) -> None:
-        """End all leases and close the tiers, the lowest one first; a second call does nothing."""
+        """End all lookups and leases and close the tiers, the lowest one first.
+
+        A second call does nothing.
+        """
+        self._prefetcher.stop_all()
         self.leases.release_all()
         for backend in reversed(self.storage_backends.values()):
+            if backend is self.allocator_backend:
+                self._prefetcher.close()
             self._guard.call(backend, "close", backend.close, None)
+        self._prefetcher.close()

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from typing import Any
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class IORuntime:
         self._closed = False  # guarded by _lock
         self._thread: threading.Thread | None = None  # guarded by _lock
         self._loop: asyncio.AbstractEventLoop | None = None  # guarded by _lock
-        self._tasks: set[asyncio.Task[None]] = set()  # of the I/O thread
+        self._tasks: set[asyncio.Task[Any]] = set()  # that have begun; of the I/O thread
 
     def start(self, main: Callable[[], Coroutine[None, None, None]]) -> bool:
         """Run a task; False if it is refused, because there are too many or it is closed.
@@ -106,9 +107,16 @@ class IORuntime:
             loop.close()
 
     def _begin(self, main: Callable[[], Coroutine[None, None, None]]) -> None:
-        task = asyncio.ensure_future(main())
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        asyncio.ensure_future(self._enter(main)).add_done_callback(self._ended)
+
+    async def _enter(self, main: Callable[[], Coroutine[None, None, None]]) -> None:
+        """A task. It is cancelled only once it has begun, so ``main`` always gets to answer."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            if self._closed:
+                task.cancel()
+        await main()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
