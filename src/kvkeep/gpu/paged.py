@@ -29,6 +29,7 @@ from kvkeep.gpu.threads import CopyThreads, Job
 from kvkeep.gpu.views import PageViews, view_pages
 from kvkeep.layout import KVLayout, MemoryFormat
 from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.dtypes import dtype_name
 
 
 class _Pages:
@@ -48,24 +49,26 @@ class _Transfer:
 
     pages: _Pages
     parts: list[tuple[list[Segment], host.ByteArray]]  # uint8 [layers, pages, page bytes] each
+    moves: list[tuple[list[host.Move], host.ByteArray]]  # the same where caches are on the CPU
     stream: torch.cuda.Stream | None
     to_engine: bool
 
     def copy(self, layers: range, chunks: range) -> None:
         """Copy some layers of some chunks."""
-        views = self.pages.views
-        for layer in layers:
-            some = self.parts[chunks.start : chunks.stop]
-            parts = [(segments, chunk[layer]) for segments, chunk in some]
-            if self.pages.copier is not None:
-                copier = self.pages.copier
-                move = copier.scatter if self.to_engine else copier.gather
-                move(views.rows[layer], views.step, parts, self.stream)
-                continue
-            rows = self.pages.arrays[layer]
+        if self.pages.copier is None:
             copy = host.scatter if self.to_engine else host.gather
-            for segments, chunk in parts:
-                copy(rows, views.step, segments, chunk)
+            moves = self.moves[chunks.start : chunks.stop]
+            for layer in layers:
+                rows = self.pages.arrays[layer]
+                for some, chunk in moves:
+                    copy(rows, some, chunk[layer])
+            return
+        views, copier = self.pages.views, self.pages.copier
+        move = copier.scatter if self.to_engine else copier.gather
+        for layer in layers:
+            parts = self.parts[chunks.start : chunks.stop]
+            here = [(segments, chunk[layer]) for segments, chunk in parts]
+            move(views.rows[layer], views.step, here, self.stream)
 
 
 class PagedGPUConnector(GPUConnectorInterface):
@@ -90,6 +93,14 @@ class PagedGPUConnector(GPUConnectorInterface):
         self._lock = threading.Lock()
         self._copiers: dict[torch.device, DeviceCopier] = {}  # guarded by _lock
         self._registered: tuple[KVCaches, _Pages] | None = None
+
+    @property
+    def element_dtype(self) -> str | None:
+        """See :attr:`GPUConnectorInterface.element_dtype`; that of all layers, if it is one."""
+        if self._registered is None:
+            return None
+        dtypes = {dtype_name(cache.dtype) for cache in self._registered[0]}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     def chunk_shape(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, MemoryFormat]:
         """[layers, pages, page bytes] as uint8; the last page may hold fewer tokens."""
@@ -227,8 +238,11 @@ class PagedGPUConnector(GPUConnectorInterface):
             if chunk.shape[1] != len(numbers):
                 raise ValueError(f"{len(numbers)} pages do not fill an object of {chunk.shape[1]}")
             parts.append((segments_of(numbers), chunk))
-        stream = pages.copier.caller_stream() if pages.copier is not None else None
-        return _Transfer(pages, parts, stream, to_engine)
+        if pages.copier is not None:
+            return _Transfer(pages, parts, [], pages.copier.caller_stream(), to_engine)
+        step = pages.views.step
+        moves = [(host.moves_of(segments, step), chunk) for segments, chunk in parts]
+        return _Transfer(pages, parts, moves, None, to_engine)
 
     def _copy_all(self, transfer: _Transfer) -> None:
         chunks = range(len(transfer.parts))

@@ -8,6 +8,7 @@ no deadline.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -48,7 +49,8 @@ class CopyThreads:
         try:
             jobs[0]()
         finally:
-            wait(others)
+            if others:
+                wait(others)
         self._finish(others)
 
     def ahead(
@@ -57,16 +59,21 @@ class CopyThreads:
         """Run the jobs of one layer after the other, one layer ahead of the caller.
 
         Yields ``num_layers`` times; at yield ``i`` layer ``i`` is complete and layer ``i + 1`` is
-        under way. Closing it waits for what is under way.
+        under way. The next one is queued before layer ``i + 1`` is waited for, so the threads do
+        not idle until the caller wakes up. Closing it waits for what is under way.
         """
-        pending = self._submit(jobs_of(0))
+        pending: deque[list[Future[None]]] = deque()
+        begun = 0
         try:
             for layer in range(num_layers):
-                self._finish(pending)
-                pending = self._submit(jobs_of(layer + 1)) if layer + 1 < num_layers else []
+                while begun < min(layer + 2, num_layers):
+                    pending.append(self._submit(jobs_of(begun)))
+                    begun += 1
+                self._finish(pending[0])
+                pending.popleft()
                 yield
         finally:
-            self._settle(pending)
+            self._settle([future for layer_futures in pending for future in layer_futures])
 
     def behind(
         self, num_layers: int, layers: Generator[None, None, None]
@@ -89,9 +96,10 @@ class CopyThreads:
 
     def _finish(self, pending: list[Future[None]]) -> None:
         """Wait for jobs; raises what the first failed one raised once all have ended."""
-        wait(pending)
-        for future in pending:
-            future.result()
+        errors = [future.exception() for future in pending]
+        for error in errors:
+            if error is not None:
+                raise error
 
     def _settle(self, pending: list[Future[None]]) -> None:
         """Let jobs go that have not begun and wait for the others, whatever comes of them.
