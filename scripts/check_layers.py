@@ -45,6 +45,7 @@ LAYERS = {
     "manager": 5,
     "opening_pool": 5,
     "opening_disk": 5,
+    "opening_codecs": 5,
     "observing": 5,
     "lookup": 5,
     "cli": 6,

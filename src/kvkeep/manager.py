@@ -24,6 +24,7 @@ from kvkeep.memory.sizing import DEFAULT_POOL_BYTES, WorkerPlace, default_pool_b
 from kvkeep.metrics import Metrics
 from kvkeep.metrics.spans import NO_SPANS, open_spans
 from kvkeep.observing import observe
+from kvkeep.opening_codecs import open_codecs, with_codecs
 from kvkeep.opening_disk import open_disk
 from kvkeep.opening_pool import open_pool, start_prefault
 from kvkeep.policy.names import create_policy
@@ -74,14 +75,15 @@ class CacheManager:
 
         Args:
             settings: all settings.
-            identity: what the chunks belong to.
+            identity: what the chunks belong to; lossy codecs in the settings are added to it.
             connector: to the engine's caches; closed with the manager.
             place: where the worker stands among others, and on which device.
             extra_backends: tiers below the CPU and disk tiers, in order, above the plugins.
 
         Raises:
             ConfigError: the chunk size of the settings is not the identity's, the machine cannot
-                give the pool that the settings ask for, or a plugin cannot be built.
+                give the pool that the settings ask for, a codec cannot encode this engine's KV, or
+                a plugin cannot be built.
             MissingExtraError: the settings ask for spans, and OpenTelemetry is not installed.
             LayoutError: the connector moves another layout than the identity names, or a chunk is
                 no whole number of pages.
@@ -91,6 +93,8 @@ class CacheManager:
                 f"chunk_size is {settings.chunk_size} in the settings and {identity.chunk_size} in "
                 "the identity"
             )
+        codecs = open_codecs(settings, identity.layout, connector.element_dtype)
+        identity = with_codecs(identity, codecs)
         tokens = ChunkedTokenDatabase(identity, save_unfull_chunk=settings.save_unfull_chunk)
         metrics = Metrics(spans=open_spans() if settings.tracing.spans else NO_SPANS)
         chunk_bytes = identity.layout.chunk_bytes(identity.chunk_size)
@@ -105,7 +109,7 @@ class CacheManager:
             )
             opened.callback(first.close)
             tiers: list[StorageBackendInterface] = [first]
-            disk = open_disk(settings, first, identity, metrics)
+            disk = open_disk(settings, first, identity, metrics, codec=codecs["disk"])
             if disk is not None:
                 opened.callback(disk.close)
                 tiers.append(disk)

@@ -10,6 +10,7 @@ from typing import cast
 from kvkeep.backends.disk.index import DiskEntry
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.backends.local_disk import DiskOptions, LocalDiskBackend
+from kvkeep.codec.base import Codec
 from kvkeep.config import Settings
 from kvkeep.identity import CacheIdentity
 from kvkeep.memory.factory import tensor_pool
@@ -24,7 +25,12 @@ _SHARE_OF_POOL = 4
 
 
 def open_disk(
-    settings: Settings, first: LocalCPUBackend, identity: CacheIdentity, metrics: Metrics
+    settings: Settings,
+    first: LocalCPUBackend,
+    identity: CacheIdentity,
+    metrics: Metrics,
+    *,
+    codec: Codec,
 ) -> LocalDiskBackend | None:
     """The disk tier over the pool of ``first``, or None if the settings name no directory.
 
@@ -39,6 +45,7 @@ def open_disk(
         DiskOptions(
             path=disk.path,
             size_bytes=disk.size,
+            codec=codec,
             threads=disk.threads,
             queue_bytes=min(disk.queue, pool_bytes // _SHARE_OF_POOL),
             load_timeout_s=disk.load_timeout,

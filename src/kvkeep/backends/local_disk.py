@@ -98,7 +98,7 @@ class LocalDiskBackend(StorageBackendInterface):
             allocator_backend, self._index, pool=self._pool, reader=reader, reports=self._reports
         )
         self._stores = DiskStores(
-            ChunkWriter(self._catalog, breakers[1]),
+            ChunkWriter(self._catalog, breakers[1], options.codec),
             self._index,
             pool=self._pool,
             reports=self._reports,

@@ -53,6 +53,12 @@ PolicyName = Annotated[
     BeforeValidator(_lower),
     WithJsonSchema({"enum": [*_POLICY_NAMES, *(name.upper() for name in _POLICY_NAMES)]}),
 ]
+_CODEC_NAMES = ["raw", "zstd", "fp8", "int8"]
+CodecName = Annotated[
+    Literal["raw", "zstd", "fp8", "int8"],
+    BeforeValidator(_lower),
+    WithJsonSchema({"enum": [*_CODEC_NAMES, *(name.upper() for name in _CODEC_NAMES)]}),
+]
 Tags = Annotated[
     tuple[tuple[str, str], ...],
     BeforeValidator(_sorted_pairs),
@@ -159,6 +165,11 @@ class DiskSettings(Frozen):
     )
     load_timeout: DurationSeconds = Field(
         10.0, description="A load from the disk that takes longer is a miss."
+    )
+    codec: CodecName = Field(
+        "raw",
+        description="How chunks are written: raw, zstd (smaller, the same KV), or at the price of "
+        "exactness fp8 or int8. See docs/codecs.md.",
     )
 
     @model_validator(mode="after")

@@ -33,6 +33,14 @@ class GPUConnectorInterface(ABC):
 
     layout: KVLayout
 
+    @property
+    def element_dtype(self) -> str | None:
+        """Element type of the registered caches, also where the layout takes pages as bytes.
+
+        None if it is unknown. Codecs need it.
+        """
+        return None if self.layout.dtype == "uint8" else self.layout.dtype
+
     @abstractmethod
     def chunk_shape(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, MemoryFormat]:
         """(shape, dtype, format) to allocate for a chunk of ``num_tokens`` tokens."""

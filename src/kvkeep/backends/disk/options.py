@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvkeep.codec.base import Codec
+from kvkeep.codec.raw import RawCodec
+
+_RAW = RawCodec()
+
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
@@ -13,6 +18,7 @@ class DiskOptions:
     Attributes:
         path: the directory; everything lies below ``path/kvkeep-disk-v1``.
         size_bytes: budget of the directory, over all processes that use it.
+        codec: how chunks are written. Those of any codec are read.
         threads: threads for file I/O, at least 2.
         queue_bytes: most memory that stores which wait for the disk may hold.
         load_timeout_s: a load that takes longer is a miss.
@@ -24,6 +30,7 @@ class DiskOptions:
 
     path: Path
     size_bytes: int
+    codec: Codec = _RAW
     threads: int = 4
     queue_bytes: int = 1 << 30
     load_timeout_s: float = 10.0

@@ -8,11 +8,14 @@ import os
 import stat
 import time
 
+import numpy as np
+
 from kvkeep.backends.disk.catalog import Catalog
 from kvkeep.backends.disk.files import cause_of, concerns_medium, pieces, read_fully
 from kvkeep.backends.disk.scan import check_file, open_chunk
 from kvkeep.backends.io.breaker import Breaker
 from kvkeep.codec.frame import (
+    CODEC_RAW,
     HEADER_BYTES,
     ChunkMeta,
     FrameFault,
@@ -20,6 +23,8 @@ from kvkeep.codec.frame import (
     new_hasher,
     parse_header,
 )
+from kvkeep.codec.names import decode_chunk
+from kvkeep.errors import CodecError
 from kvkeep.keys import ChunkKey
 
 
@@ -106,6 +111,20 @@ class ChunkReader:
         return fault
 
     def _read_payload(self, fd: int, header: FrameHeader, target: memoryview) -> FrameFault | None:
+        if header.codec == CODEC_RAW:
+            return self._fill(fd, header, target)
+        # Shorter than the chunk, as every header that was parsed says, so the memory is bounded.
+        encoded = np.empty(header.payload_bytes, np.uint8).data
+        fault = self._fill(fd, header, encoded)
+        if fault is None:
+            try:
+                decode_chunk(header.codec, encoded, target, header.meta)
+            except CodecError:
+                fault = FrameFault.CODEC
+        return fault
+
+    def _fill(self, fd: int, header: FrameHeader, target: memoryview) -> FrameFault | None:
+        """Read the payload as it is stored."""
         hasher = new_hasher()
         for position, piece in pieces(target):
             done = read_fully(self._catalog.io, fd, [piece], HEADER_BYTES + position)

@@ -13,7 +13,9 @@ from kvkeep.backends.disk.index import DiskEntry
 from kvkeep.backends.disk.names import TempFile
 from kvkeep.backends.disk.scan import FoundChunk, probe
 from kvkeep.backends.io.breaker import Breaker
+from kvkeep.codec.base import Codec
 from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta, FrameFault, FrameHeader, new_hasher
+from kvkeep.codec.names import Encoded, encode_chunk
 from kvkeep.errors import BackendError
 from kvkeep.keys import ChunkKey
 
@@ -43,10 +45,11 @@ class Pending:
 class ChunkWriter:
     """Stores chunks; a chunk that cannot be stored is dropped, and counted by cause."""
 
-    def __init__(self, catalog: Catalog, breaker: Breaker) -> None:
-        """Write into ``catalog``, and tell ``breaker`` how the medium does."""
+    def __init__(self, catalog: Catalog, breaker: Breaker, codec: Codec) -> None:
+        """Write into ``catalog`` with ``codec``, and tell ``breaker`` how the medium does."""
         self._catalog = catalog
         self._breaker = breaker
+        self._codec = codec
 
     def store(self, pending: Pending) -> bool:
         """Write a chunk; True if it can be read now."""
@@ -78,11 +81,12 @@ class ChunkWriter:
             return "removed"
         if self._is_there(pending):
             return None if catalog.index.finish(key, pending.entry) else "removed"
-        temp = catalog.reserve(HEADER_BYTES + len(pending.payload))
+        encoded = encode_chunk(self._codec, pending.payload, pending.meta)
+        temp = catalog.reserve(HEADER_BYTES + len(encoded.payload))
         if temp is None:
             return "no_room"
         try:
-            self._write(pending, temp)
+            self._write(pending, encoded, temp)
             if not catalog.index.is_current(key, pending.entry):
                 catalog.directory.abort(temp)
                 return "removed"
@@ -110,19 +114,21 @@ class ChunkWriter:
         header = found.header
         return header.identity == catalog.identity_digest and header.meta == pending.meta
 
-    def _write(self, pending: Pending, temp: TempFile) -> None:
+    def _write(self, pending: Pending, encoded: Encoded, temp: TempFile) -> None:
         io, hasher = self._catalog.io, new_hasher()
+        payload = memoryview(encoded.payload)
         fd = io.open_new(temp.path)
         try:
-            for position, piece in pieces(pending.payload):
+            for position, piece in pieces(payload):
                 hasher.update(piece)
                 write_fully(io, fd, [piece], HEADER_BYTES + position)
             header = FrameHeader(
                 pending.key,
                 self._catalog.identity_digest,
                 pending.meta,
-                len(pending.payload),
+                len(payload),
                 hasher.digest(),
+                encoded.code,
             )
             write_fully(io, fd, [memoryview(header.pack())])
             os.utime(fd, ns=(pending.used_ns, pending.used_ns))

@@ -63,6 +63,7 @@ def build_worker(
     manager = CacheManager.create(
         settings, identity, connector, place=worker_place(vllm_config, kv_caches)
     )
+    identity = manager.engine.token_database.identity
     try:
         worker = WorkerSide(
             manager, identity=identity, socket=paths[identity.rank], block_size=layout.page_size

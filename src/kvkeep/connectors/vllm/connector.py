@@ -29,7 +29,7 @@ from kvkeep.connectors.vllm.build import build_scheduler, build_worker
 from kvkeep.connectors.vllm.layout import block_size_of
 from kvkeep.connectors.vllm.metadata import SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.scheduler import SchedulerSide
-from kvkeep.connectors.vllm.settings import engine_settings
+from kvkeep.connectors.vllm.settings import check_codecs, engine_settings
 from kvkeep.connectors.vllm.stats import KVKeepStats
 from kvkeep.connectors.vllm.worker import WorkerSide
 from kvkeep.errors import KVKeepError, LayoutError
@@ -98,6 +98,7 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
         self._settings = engine_settings(
             self._kv_transfer_config.kv_connector_extra_config, os.environ, block_size=block_size
         )
+        check_codecs(self._settings, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler()
 

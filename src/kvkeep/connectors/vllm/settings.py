@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvkeep.config import Settings, resolve_settings
 from kvkeep.errors import ConfigError
+from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
 from kvkeep.lookup.paths import socket_directory, socket_path
+from kvkeep.memory.dtypes import dtype_name
+from kvkeep.opening_codecs import open_codecs
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def engine_settings(
@@ -39,6 +46,20 @@ def engine_settings(
             f"of the engine's block size {block_size}; {fitting} is"
         )
     return settings.model_copy(update={"chunk_size": fitting})
+
+
+def check_codecs(settings: Settings, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse codecs that cannot encode pages of this engine, before it starts.
+
+    Raises:
+        ConfigError: a tier's codec cannot; says which can.
+    """
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    group = GroupLayout("full", 1, spec.real_page_size_bytes)
+    pages = KVLayout(
+        MemoryFormat.OPAQUE_PAGES, "uint8", spec.block_size, (group,), 0, 0, engine="vllm"
+    )
+    open_codecs(settings, pages, dtype_name(spec.dtype))
 
 
 def socket_paths(
