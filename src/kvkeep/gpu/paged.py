@@ -30,7 +30,6 @@ from kvkeep.gpu.views import PageViews, view_pages
 from kvkeep.layout import KVLayout, MemoryFormat
 from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.dtypes import dtype_name
-from kvkeep.memory.dtypes import dtype_name
 
 
 class _Pages:
@@ -94,14 +93,6 @@ class PagedGPUConnector(GPUConnectorInterface):
         self._lock = threading.Lock()
         self._copiers: dict[torch.device, DeviceCopier] = {}  # guarded by _lock
         self._registered: tuple[KVCaches, _Pages] | None = None
-
-    @property
-    def element_dtype(self) -> str | None:
-        """See :attr:`GPUConnectorInterface.element_dtype`; that of all layers, if it is one."""
-        if self._registered is None:
-            return None
-        dtypes = {dtype_name(cache.dtype) for cache in self._registered[0]}
-        return dtypes.pop() if len(dtypes) == 1 else None
 
     @property
     def element_dtype(self) -> str | None:
