@@ -11,26 +11,25 @@ from collections.abc import Collection, Generator, Mapping
 
 import torch
 
+from kvkeep.engine_control import EngineControl
 from kvkeep.errors import LayoutError
 from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
-from kvkeep.gpu.threads import CopyThreads
 from kvkeep.layerwise import LoadStep, retrieve_layers, store_layers
 from kvkeep.loading import OpenLoad, refuse_load
 from kvkeep.looking_up import look_up, refuse_lookup
 from kvkeep.metrics import Metrics
+from kvkeep.ranks.base import OTHER_RANKS, RankGroup
 from kvkeep.removing import Remover
 from kvkeep.request import EngineParts, Request, merge_scope
 from kvkeep.results import CheckReport, EngineHealth, StoreResult, StoreStop
-from kvkeep.storage.health import HealthMonitor
 from kvkeep.storage.manager import StorageManager
 from kvkeep.storing import OpenStore, refuse_store
-from kvkeep.tagged_keys import TaggedKeys
 from kvkeep.tokens import PLAIN, ChunkedTokenDatabase, RequestScope
 
 __all__ = ["CacheEngine", "CheckReport", "EngineHealth", "StoreResult", "StoreStop"]
 
 
-class CacheEngine:
+class CacheEngine(EngineControl):
     """The five verbs of the cache: store and retrieve, whole or layer by layer, and lookup.
 
     Attributes:
@@ -47,6 +46,7 @@ class CacheEngine:
         metrics: Metrics,
         health_timeout_s: float = 2.0,
         remove_after_retrieve: bool = False,
+        ranks: RankGroup | None = None,
     ) -> None:
         """Join the parts, and own connector and storage: :meth:`close` closes them.
 
@@ -57,6 +57,7 @@ class CacheEngine:
             metrics: where everything is counted.
             health_timeout_s: a tier whose health check takes longer is unhealthy.
             remove_after_retrieve: a chunk is removed from every tier once it was loaded.
+            ranks: those that load together with this one; closed with the engine. None: no others.
 
         Raises:
             LayoutError: the connector moves another layout than the identity names, or a chunk is
@@ -68,17 +69,11 @@ class CacheEngine:
                 f"the identity names {identity.layout}, the connector moves {gpu_connector.layout}"
             )
         identity.layout.chunk_bytes(identity.chunk_size)
+        parts = EngineParts(token_database, gpu_connector, storage_manager, metrics, ranks)
+        super().__init__(parts, health_timeout_s=health_timeout_s)
         self.token_database = token_database
         self.metrics = metrics
-        self._storage = storage_manager
-        self._connector = gpu_connector
-        self._parts = EngineParts(token_database, gpu_connector, storage_manager, metrics)
-        self._monitor = HealthMonitor(storage_manager, timeout_s=health_timeout_s)
-        self._tagged = TaggedKeys(lambda key: storage_manager.contains(key) is not None)
-        self._behind = CopyThreads(1)
         self._remover = Remover(storage_manager) if remove_after_retrieve else None
-        self._is_healthy = True
-        self._is_closed = False
 
     def store(
         self,
@@ -261,86 +256,20 @@ class CacheEngine:
         chunks = self.token_database.process_tokens(
             tokens, None, merge_scope(scope, request_configs)
         )
-        if not self.is_healthy():
-            return refuse_lookup(self._parts, chunks, counted=counted)
+        ranks = self._parts.ranks
+        refused = "unhealthy" if not self.is_healthy() else None
+        if refused is None and ranks is not None and not ranks.is_whole():
+            refused = OTHER_RANKS
+        if refused is not None:
+            return refuse_lookup(self._parts, chunks, refused, counted=counted)
         lease_id = lookup_id if pin else None
         return look_up(
             self._parts, chunks, lease_id=lease_id, search_range=search_range, counted=counted
         )
 
-    def lookup_unpin(self, lookup_id: str) -> bool:
-        """End the lease of a lookup; False if it has none (any more)."""
-        return self._storage.leases.release(lookup_id)
-
-    def freeze(self, frozen: bool) -> None:
-        """Frozen: nothing is stored any more, and only the CPU tier is read."""
-        self._storage.set_frozen(frozen)
-
-    def is_frozen(self) -> bool:
-        """Nothing is stored any more."""
-        return self._storage.is_frozen()
-
-    def is_healthy(self) -> bool:
-        """False: the verbs do nothing and say so. Known from the last :meth:`health`."""
-        return self._is_healthy and not self._is_closed
-
-    def health(self) -> EngineHealth:
-        """Ask every tier, bypass those that are unhealthy, take those back that have recovered.
-
-        A tier that has not answered within ``health_timeout_s`` is unhealthy. The engine is healthy
-        as long as the tier whose memory it uses is.
-        """
-        backends = self._monitor.check_once()
-        own = backends.get(self._storage.allocator_backend.name)
-        self._is_healthy = own is None or own.healthy
-        return EngineHealth(self.is_healthy(), self.is_frozen(), backends)
-
-    def clear(
-        self,
-        locations: Collection[str] | None = None,
-        request_configs: Mapping[str, object] | None = None,
-    ) -> int:
-        """Remove chunks; those that are in use go when their last reader is done.
-
-        Args:
-            locations: names of the tiers; all if None.
-            request_configs: only chunks that this engine has stored or loaded under exactly the
-                ``kvkeep.tag.NAME`` entries in it; None or without such entries: all chunks.
-
-        Returns:
-            How many copies there were.
-
-        Raises:
-            ValueError: no tier is called so.
-        """
-        tags = merge_scope(PLAIN, request_configs).tags
-        if tags:
-            keys = self._tagged.of(tags) if locations is not None else self._tagged.take(tags)
-            return self._storage.batched_remove(keys, locations)
-        if locations is None:
-            self._tagged.forget_all()
-        return self._storage.clear(locations)
-
-    def check(self) -> CheckReport:
-        """Prove the pool sound and say what is held.
-
-        Raises:
-            OwnershipError: used and free memory are not the whole pool, or objects overlap.
-        """
-        return CheckReport.of(self._storage)
-
-    def close(self) -> None:
-        """End all leases and copies, close connector and tiers; later calls do nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._behind.close()
-        if self._remover is not None:
-            self._remover.close()
-        self._connector.close()
-        self._storage.close()
-
     def _store_refusal(self) -> StoreStop | None:
         if not self.is_healthy():
             return StoreStop.UNHEALTHY
+        if self._parts.ranks is not None and self._parts.ranks.is_passive:
+            return StoreStop.PASSIVE
         return StoreStop.FROZEN if self.is_frozen() else None

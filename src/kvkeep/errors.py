@@ -14,6 +14,7 @@ a wrong argument, a wrong setting, a backend that failed.
     │   └── BackendTimeoutError      ... because its deadline passed
     ├── CodecError(ValueError)       an encoded payload cannot be decoded
     ├── LookupServiceError(RuntimeError)  the lookup server answered with an error or not at all
+    ├── RankError(RuntimeError)      another rank is gone, late or not of this engine
     ├── TraceError(ValueError)       a line of a recorded workload is malformed
     └── MissingExtraError(ImportError)    an optional dependency is not installed; names the extra
 """
@@ -94,6 +95,10 @@ class CodecError(KVKeepError, ValueError):
 
 class LookupServiceError(KVKeepError, RuntimeError):
     """The lookup server answered with an error, or not at all."""
+
+
+class RankError(KVKeepError, RuntimeError):
+    """Another rank of the engine is gone, late, or does not speak the protocol of this one."""
 
 
 class TraceError(KVKeepError, ValueError):

@@ -106,6 +106,7 @@ def retrieve_layers(
         finally:
             if copier is not None:
                 copier.close()
+        written = load.conclude(written)
         if written:
             load.count(written, seconds)
         mask = load.mask(written)

@@ -19,8 +19,10 @@ import torch
 from kvkeep.gpu.base import SKIP_SLOT
 from kvkeep.gpu.slots import slots_as_array
 from kvkeep.keys import ChunkKey
+from kvkeep.loading_together import FIRST_RANK, borrow_all, load_tag
 from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.ownership import References
+from kvkeep.ranks.base import OTHER_RANKS, Round
 from kvkeep.removing import Remover
 from kvkeep.request import COPY_ERRORS, ENGINE_MEMORY, EngineParts, Request
 from kvkeep.tagged_keys import TaggedKeys
@@ -61,6 +63,7 @@ class OpenLoad:
         self._ends: list[int] = []
         self.keys: list[ChunkKey] = []
         self._prompt_keys: list[ChunkKey] = []
+        self._round: Round | None = None
         leases = parts.storage_manager.leases
         self._lease = leases.claim(request.req_id) if request.req_id is not None else None
         try:
@@ -72,7 +75,7 @@ class OpenLoad:
             self._slots: npt.NDArray[np.int64] | None = None
             if request.slot_mapping is not None:
                 self._slots = slots_as_array(request.slot_mapping)
-            self._gather(self._without_skipped(list(chunks)))
+            self._gather_with_ranks(self._without_skipped(list(chunks)))
         except BaseException as error:
             self._span.end(error)
             self.close()
@@ -100,6 +103,26 @@ class OpenLoad:
         counts = before[inside[:, 1]] - before[inside[:, 0]]
         whole = counts == bounds[:, 1] - bounds[:, 0]
         return [part for part, is_skipped in zip(parts, whole, strict=True) if not is_skipped]
+
+    def _gather_with_ranks(self, wanted: list[tuple[int, int, ChunkKey]]) -> None:
+        """Get references to the chunks, out of rank 0's memory if this rank stores nothing."""
+        ranks = self._parts.ranks
+        if ranks is None or not wanted:
+            self._gather(wanted)
+            return
+        tag = load_tag(self._request.req_id, wanted, has_same_keys=ranks.shares_kv)
+        if ranks.is_passive:
+            self._round = ranks.open_round(tag)
+            self._held.adopt(borrow_all(self._round, wanted, self._parts.gpu_connector))
+            self._tiers = [FIRST_RANK] * len(self._held.objects)
+            self._drop_misfits(wanted)
+            return
+        self._gather(wanted)
+        self._round = ranks.open_round(tag, self._held.objects)
+        if self._round is None and self._held.objects:
+            self._parts.metrics.load_failed(self.num_found, OTHER_RANKS)
+            self._keep(0)
+            self._starts, self._ends, self.keys = [], [], []
 
     def _gather(self, wanted: list[tuple[int, int, ChunkKey]]) -> None:
         """Get references to the chunks from the first on, until one is missing."""
@@ -182,7 +205,7 @@ class OpenLoad:
             ValueError: the slot mapping or the caches are not what the engine's are.
         """
         if not self._held.objects:
-            return 0
+            return self.conclude(0)
         request = self._request
         started = time.perf_counter()
         try:
@@ -197,8 +220,19 @@ class OpenLoad:
             written = len(self._held.objects)
         except COPY_ERRORS as error:
             written = self.copy_singly(error)
-        self.count(written, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        written = self.conclude(written)
+        self.count(written, seconds)
         return written
+
+    def conclude(self, written: int) -> int:
+        """``written`` chunks are in the engine's pages; how many of them every rank has."""
+        round_, self._round = self._round, None
+        agreed = round_.conclude(written) if round_ is not None else written
+        if agreed < written:
+            lost = sum(self._ends[agreed:written]) - sum(self._starts[agreed:written])
+            self._parts.metrics.load_failed(lost, OTHER_RANKS)
+        return agreed
 
     def copy_layers(self) -> Generator[None, None, None] | None:
         """A copier that completes one layer per ``next()``; None if nothing was found.
@@ -293,6 +327,9 @@ class OpenLoad:
 
     def close(self) -> None:
         """Give all references and the lease back; a second call does nothing."""
+        round_, self._round = self._round, None
+        if round_ is not None:
+            round_.abort()
         self._held.release()
         if self._lease is not None:
             self._lease.release()

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from kvkeep.prefix import LocatedRun
 from kvkeep.request import ENGINE_MEMORY, EngineParts
+from kvkeep.results import FoundTokens
 from kvkeep.tokens import TokenChunks
 
 
@@ -17,8 +18,8 @@ def look_up(
     lease_id: str | None,
     search_range: Collection[str] | None,
     counted: bool = True,
-) -> int:
-    """Number of tokens found.
+) -> FoundTokens:
+    """Number of tokens found, and in which tiers.
 
     Args:
         parts: of the engine.
@@ -34,16 +35,17 @@ def look_up(
     started = time.perf_counter()
     with parts.metrics.spans.start("lookup", lease_id) as span:
         runs = _locate(parts, chunks, lease_id, search_range)
-        found: dict[str, int] = {}
-        for run in runs:
-            num_tokens = chunks.end_of(run.end) - chunks.end_of(run.start)
-            found[run.location] = found.get(run.location, 0) + num_tokens
-        num_found = sum(found.values())
-        span.note({"tokens": chunks.num_tokens, "tokens_found": num_found, "tiers": list(found)})
+        found = FoundTokens(
+            [(run.location, chunks.end_of(run.end) - chunks.end_of(run.start)) for run in runs]
+        )
+        by_tier: dict[str, int] = {}
+        for tier, num_tokens in found.tiers:
+            by_tier[tier] = by_tier.get(tier, 0) + num_tokens
+        span.note({"tokens": chunks.num_tokens, "tokens_found": found, "tiers": list(by_tier)})
     parts.metrics.lookup_took(time.perf_counter() - started)
     if counted:
-        parts.metrics.lookup(asked=chunks.num_tokens, found=found)
-    return num_found
+        parts.metrics.lookup(asked=chunks.num_tokens, found=by_tier)
+    return found
 
 
 def _locate(
@@ -70,9 +72,9 @@ def _locate(
     return runs
 
 
-def refuse_lookup(parts: EngineParts, chunks: TokenChunks, *, counted: bool) -> int:
-    """The answer of an unhealthy engine: nothing is found, which is a miss in the hit rate too."""
-    parts.metrics.failure(ENGINE_MEMORY, "lookup", "unhealthy")
+def refuse_lookup(parts: EngineParts, chunks: TokenChunks, cause: str, *, counted: bool) -> int:
+    """The answer of an engine that cannot load: nothing is found, a miss in the hit rate too."""
+    parts.metrics.failure(ENGINE_MEMORY, "lookup", cause)
     if counted:
         parts.metrics.lookup(asked=chunks.num_tokens, found={})
     return 0

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from kvkeep.backends.base import AllocatorBackendInterface, StorageBackendInterface
@@ -27,6 +28,7 @@ from kvkeep.observing import observe
 from kvkeep.opening_codecs import open_codecs, with_codecs
 from kvkeep.opening_disk import open_disk
 from kvkeep.opening_pool import open_pool, start_prefault
+from kvkeep.opening_ranks import open_ranks
 from kvkeep.policy.names import create_policy
 from kvkeep.storage.health import HealthTimer
 from kvkeep.storage.manager import StorageManager
@@ -69,6 +71,7 @@ class CacheManager:
         connector: GPUConnectorInterface,
         *,
         place: WorkerPlace = _ALONE,
+        ranks_socket: Path | None = None,
         extra_backends: Sequence[BackendFactory] = (),
     ) -> CacheManager:
         """Build everything. What was built is closed again if a part cannot be.
@@ -78,6 +81,8 @@ class CacheManager:
             identity: what the chunks belong to; lossy codecs in the settings are added to it.
             connector: to the engine's caches; closed with the manager.
             place: where the worker stands among others, and on which device.
+            ranks_socket: where the ranks of this engine meet, in a directory that is private to
+                the user; see :func:`kvkeep.opening_ranks.open_ranks`.
             extra_backends: tiers below the CPU and disk tiers, in order, above the plugins.
 
         Raises:
@@ -87,6 +92,7 @@ class CacheManager:
             MissingExtraError: the settings ask for spans, and OpenTelemetry is not installed.
             LayoutError: the connector moves another layout than the identity names, or a chunk is
                 no whole number of pages.
+            RankError: rank 0 cannot be found by the others.
         """
         if settings.chunk_size != identity.chunk_size:
             raise ConfigError(
@@ -109,11 +115,17 @@ class CacheManager:
             )
             opened.callback(first.close)
             tiers: list[StorageBackendInterface] = [first]
-            disk = open_disk(settings, first, identity, metrics, codec=codecs["disk"])
-            if disk is not None:
-                opened.callback(disk.close)
-                tiers.append(disk)
-            _open_further_tiers(settings, tiers, extra_backends, opened)
+            ranks = open_ranks(
+                settings.ranks, place, ranks_socket, identity, allocator=allocator, metrics=metrics
+            )
+            if ranks is not None:
+                opened.callback(ranks.close)
+            if not place.is_passive:
+                disk = open_disk(settings, first, identity, metrics, codec=codecs["disk"])
+                if disk is not None:
+                    opened.callback(disk.close)
+                    tiers.append(disk)
+                _open_further_tiers(settings, tiers, extra_backends, opened)
             storage = StorageManager(
                 tiers,
                 allocator_backend=first,
@@ -127,6 +139,7 @@ class CacheManager:
                 metrics=metrics,
                 health_timeout_s=settings.health.timeout,
                 remove_after_retrieve=settings.remove_after_retrieve,
+                ranks=ranks,
             )
             opened.pop_all()  # from here on, the engine closes them
             opened.callback(engine.close)
@@ -134,13 +147,7 @@ class CacheManager:
             prefaulter = start_prefault(settings.cpu, allocator)
             if prefaulter is not None:
                 opened.callback(prefaulter.close)
-            timer = HealthTimer(
-                engine.health,
-                interval_s=settings.health.interval,
-                timeout_s=settings.health.timeout,
-                on_error=lambda error: metrics.failure("engine", "health", type(error).__name__),
-            )
-            opened.callback(timer.close)
+            opened.callback(_start_timer(settings, engine, metrics).close)
             closing = opened.pop_all()
         _log.info("pool: %s", "; ".join(report.lines()))
         return cls(engine, storage, metrics, settings, report, closing)
@@ -159,6 +166,15 @@ class CacheManager:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _start_timer(settings: Settings, engine: CacheEngine, metrics: Metrics) -> HealthTimer:
+    return HealthTimer(
+        engine.health,
+        interval_s=settings.health.interval,
+        timeout_s=settings.health.timeout,
+        on_error=lambda error: metrics.failure("engine", "health", type(error).__name__),
+    )
 
 
 def _open_further_tiers(

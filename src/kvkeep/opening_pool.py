@@ -16,6 +16,9 @@ from kvkeep.memory.prefault import Prefaulter
 from kvkeep.memory.report import AllocatorReport, Choice
 from kvkeep.memory.sizing import WantedSize, WorkerPlace, available_bytes, choose_size
 
+#: Of a pool that nothing is stored in, beside one chunk.
+_PASSIVE_BYTES = 4096
+
 
 def open_pool(
     cpu: CpuSettings, place: WorkerPlace, chunk_bytes: int
@@ -34,13 +37,19 @@ def open_pool(
     buffer_bytes = 0 if is_registrable else cpu.buffers
     try:
         wanted = WantedSize(cpu.size, cpu.first_rank_size, cpu.reserve)
-        size_bytes, why_size = choose_size(wanted, place, available_bytes())
+        if place.is_passive:
+            size_bytes = _PASSIVE_BYTES + chunk_bytes
+            why_size = Choice("size", f"{size_bytes} bytes", "rank 0 stores, this one copies")
+            buffer_bytes = 0
+        else:
+            size_bytes, why_size = choose_size(wanted, place, available_bytes())
         allocator = initialize_allocator(
             size_bytes + buffer_bytes,
             chunk_bytes=chunk_bytes,
             buffer_bytes=buffer_bytes,
             is_registrable=is_registrable,
-            shared_name=_shared_name(cpu, place),
+            shared_name=None if place.is_passive else _shared_name(cpu, place),
+            shareable=place.first_rank_only and not place.is_passive,
             huge_pages=cpu.huge_pages,
             numa=_numa(cpu, place),
         )

@@ -12,6 +12,7 @@ import torch
 
 from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
 from kvkeep.metrics import Metrics
+from kvkeep.ranks.base import RankGroup
 from kvkeep.storage.manager import StorageManager
 from kvkeep.tokens import ChunkedTokenDatabase, RequestScope, make_scope
 
@@ -32,12 +33,14 @@ class EngineParts:
         gpu_connector: copies.
         storage_manager: keeps.
         metrics: counts.
+        ranks: those that load together with this one; None for an engine of one rank.
     """
 
     token_database: ChunkedTokenDatabase
     gpu_connector: GPUConnectorInterface
     storage_manager: StorageManager
     metrics: Metrics
+    ranks: RankGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvkeep.backends.base import BackendHealth
 from kvkeep.storage.manager import StorageManager
+
+
+class FoundTokens(int):
+    """Number of tokens that a lookup found.
+
+    Attributes:
+        tiers: (tier, tokens) of the runs in which they are, from the first token on.
+    """
+
+    tiers: tuple[tuple[str, int], ...]
+
+    def __new__(cls, tiers: Sequence[tuple[str, int]] = ()) -> FoundTokens:
+        """The sum over the runs."""
+        found = super().__new__(cls, sum(num_tokens for _, num_tokens in tiers))
+        found.tiers = tuple(tiers)
+        return found
+
+    def first(self, num_tokens: int) -> FoundTokens:
+        """The first ``num_tokens`` of them, where another worker has found no more."""
+        left, runs = num_tokens, []
+        for tier, count in self.tiers:
+            if left > 0:
+                runs.append((tier, min(count, left)))
+                left -= count
+        return FoundTokens(runs)
 
 
 class StoreStop(StrEnum):
@@ -23,6 +48,8 @@ class StoreStop(StrEnum):
     """Every tier shed the chunk, or none keeps chunks."""
     FAILED = "failed"
     """The copy out of the engine failed, or every tier failed to take the chunk."""
+    PASSIVE = "passive"
+    """Rank 0 stores, whose KV is the same."""
     FROZEN = "frozen"
     """The engine is frozen: nothing is stored any more."""
     UNHEALTHY = "unhealthy"

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import sys
 import threading
 
 import numpy as np
@@ -22,11 +21,8 @@ from kvkeep.memory.huge_pages import ask_for_huge_pages
 from kvkeep.memory.numa import TOPIC as NUMA_TOPIC
 from kvkeep.memory.numa import prefer_node
 from kvkeep.memory.report import Choice
-from kvkeep.memory.shared_segment import SharedSegment
+from kvkeep.memory.shared_segment import MAP_NORESERVE, SharedSegment
 
-#: Without it Linux refuses to reserve more than it has. The mmap module names it from Python 3.13
-#: on.
-_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 #: Linux 5.14: commit pages as if they had been written, without changing them.
 _MADV_POPULATE_WRITE = 23
 
@@ -40,13 +36,19 @@ class Arena:
     """
 
     def __init__(
-        self, size_bytes: int, *, shared_name: str | None = None, huge_pages: bool = True
+        self,
+        size_bytes: int,
+        *,
+        shared_name: str | None = None,
+        shareable: bool = False,
+        huge_pages: bool = True,
     ) -> None:
         """Reserve the memory.
 
         Args:
             size_bytes: its size.
             shared_name: make it shared memory of this name, for :meth:`attach` in other processes.
+            shareable: make it shared memory in any case, so that ``fileno`` can be sent to others.
             huge_pages: ask for huge pages, where the system gives them on request.
 
         Raises:
@@ -57,7 +59,11 @@ class Arena:
         """
         if size_bytes < 1:
             raise ValueError(f"an arena needs a positive size, got {size_bytes}")
-        segment = SharedSegment.make(shared_name, size_bytes) if shared_name is not None else None
+        segment = None
+        if shared_name is not None:
+            segment = SharedSegment.make(shared_name, size_bytes)
+        elif shareable:
+            segment = SharedSegment.make_unnamed(size_bytes)
         self._open(size_bytes, segment, huge_pages)
 
     @classmethod
@@ -88,10 +94,8 @@ class Arena:
                 segment.close()
             raise
         is_shared = segment is not None
-        name = f"shared as {segment.name}" if segment is not None else "private to the process"
-        why = "a name was given" if is_shared else "no name was given"
         self.choices = [
-            Choice("memory", name, why),
+            _describe(segment),
             ask_for_huge_pages(self._map, is_shared=is_shared, wanted=huge_pages),
         ]
         self._array: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, dtype=np.uint8)
@@ -111,7 +115,27 @@ class Arena:
     @property
     def shared_name(self) -> str | None:
         """The name for :meth:`attach`, if the memory is shared."""
-        return self._segment.name if self._segment is not None else None
+        return (self._segment.name or None) if self._segment is not None else None
+
+    @property
+    def fileno(self) -> int | None:
+        """The descriptor of the memory, if it is shared and open."""
+        segment = self._segment
+        return segment.fd if segment is not None and segment.fd >= 0 else None
+
+    def offset_of(self, array: npt.NDArray[np.uint8]) -> int:
+        """Where bytes of the arena begin in it.
+
+        Raises:
+            ValueError: they are not the arena's.
+            OwnershipError: the arena is closed.
+        """
+        offset: int = (
+            array.__array_interface__["data"][0] - self.array.__array_interface__["data"][0]
+        )
+        if not 0 <= offset <= self.size_bytes - array.nbytes:
+            raise ValueError("these bytes are not in this arena")
+        return offset
 
     @property
     def is_closed(self) -> bool:
@@ -212,7 +236,15 @@ def _madvise(address: int, size_bytes: int, advice: int) -> int:
     return int(function(address, size_bytes, advice))
 
 
+def _describe(segment: SharedSegment | None) -> Choice:
+    if segment is None:
+        return Choice("memory", "private to the process", "no name was given")
+    if segment.name:
+        return Choice("memory", f"shared as {segment.name}", "a name was given")
+    return Choice("memory", "shared without a name", "other ranks copy out of it")
+
+
 def _map_memory(size_bytes: int, segment: SharedSegment | None) -> mmap.mmap:
     if segment is not None:
-        return mmap.mmap(segment.fd, size_bytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
-    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        return mmap.mmap(segment.fd, size_bytes, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)

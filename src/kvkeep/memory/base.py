@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,15 @@ class MemoryReport:
     num_objects: int
 
 
+class MemoryOwner(Protocol):
+    """What a memory object needs of whoever it belongs to."""
+
+    count_lock: threading.RLock
+
+    def note_release_locked(self, ended: MemoryObj | None) -> None:
+        """See :meth:`MemoryAllocatorInterface.note_release_locked`."""
+
+
 class MemoryObj:
     """A view of pool memory that is given back when nobody references or pins it.
 
@@ -65,7 +75,7 @@ class MemoryObj:
 
     def __init__(
         self,
-        allocator: MemoryAllocatorInterface,
+        allocator: MemoryOwner,
         offset: int,
         array: npt.NDArray[np.uint8],
         metadata: MemoryObjMetadata,

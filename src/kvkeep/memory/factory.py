@@ -19,6 +19,7 @@ def initialize_allocator(
     buffer_bytes: int = 0,
     is_registrable: bool = False,
     shared_name: str | None = None,
+    shareable: bool = False,
     huge_pages: bool = True,
     numa: tuple[int | None, Choice] | None = None,
 ) -> MemoryAllocatorInterface:
@@ -31,6 +32,7 @@ def initialize_allocator(
             part of its own, they then come from the same pool as KV.
         is_registrable: equal slots on memory pages, which other nodes can address.
         shared_name: make the memory shared, under this name.
+        shareable: make it shared in any case, so that its descriptor can be sent to others.
         huge_pages: ask for huge pages, where the system gives them on request.
         numa: the memory node to prefer and why, see :func:`kvkeep.memory.numa.choose_node`; None
             leaves it to the system.
@@ -45,7 +47,7 @@ def initialize_allocator(
         raise ValueError(f"{buffer_bytes} bytes of buffers leave nothing for KV of {size_bytes}")
     if is_registrable and (chunk_bytes is None or buffer_bytes):
         raise ValueError("a pool that can be registered needs equal slots, and nothing but them")
-    arena = Arena(size_bytes, shared_name=shared_name, huge_pages=huge_pages)
+    arena = Arena(size_bytes, shared_name=shared_name, shareable=shareable, huge_pages=huge_pages)
     try:
         if numa is not None:
             node, why = numa

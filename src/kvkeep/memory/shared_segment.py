@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
+import sys
 from pathlib import Path
 
 from kvkeep.errors import OwnershipError
@@ -18,6 +19,8 @@ from kvkeep.errors import OwnershipError
 _DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _MAKE_ATTEMPTS = 8
+#: Without it Linux refuses to map more than it has. The mmap module names it from Python 3.13 on.
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class SharedSegment:
@@ -58,6 +61,28 @@ class SharedSegment:
                 raise
             return cls(name, fd, size_bytes, is_maker=True)
         raise OwnershipError(f"shared memory {name!r} is being made by other processes")
+
+    @classmethod
+    def make_unnamed(cls, size_bytes: int) -> SharedSegment:
+        """A new segment without a name, for those that its descriptor is sent to.
+
+        Nothing is left of it once nobody has it open any more, however its maker ended.
+
+        Raises:
+            ValueError: this system has no such memory.
+            OSError: the system refuses.
+        """
+        if sys.platform != "linux":
+            raise ValueError(f"shared memory without a name needs Linux, this is {sys.platform}")
+        fd = os.memfd_create("kvkeep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fixed)  # who maps it can rely on its size
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls("", fd, size_bytes, is_maker=False)
 
     @classmethod
     def open(cls, name: str) -> SharedSegment:

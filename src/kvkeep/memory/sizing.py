@@ -28,6 +28,7 @@ class WorkerPlace:
         num_ranks: ranks of its engine.
         num_local: ranks of its engine on this machine, this one included; they share its memory.
         has_same_kv: the KV of a token is the same on every rank (latent attention).
+        first_rank_only: rank 0 alone stores, and the others copy out of its memory.
         cuda_device: number of its CUDA device, as this process counts them; None without one.
     """
 
@@ -35,7 +36,13 @@ class WorkerPlace:
     num_ranks: int = 1
     num_local: int = 1
     has_same_kv: bool = False
+    first_rank_only: bool = False
     cuda_device: int | None = None
+
+    @property
+    def is_passive(self) -> bool:
+        """The worker stores nothing: rank 0 does."""
+        return self.first_rank_only and self.rank > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +103,18 @@ def choose_size(wanted: WantedSize, place: WorkerPlace, available: int) -> tuple
     Raises:
         ValueError: ``wanted.reserve_bytes`` leaves nothing.
     """
+    num_sharing = 1 if place.first_rank_only else place.num_local
     if wanted.first_rank_bytes is not None and place.has_same_kv and place.rank == 0:
         size, why = wanted.first_rank_bytes, "first rank of a model whose KV is the same on each"
     elif wanted.size_bytes is not None:
         size, why = wanted.size_bytes, "as set"
     else:
-        size = default_pool_bytes(available, place.num_local)
+        size = default_pool_bytes(available, num_sharing)
         why = "default: 5 GB, or half of this worker's share of the available memory"
     if wanted.first_rank_bytes is not None and not place.has_same_kv:
         why += "; cpu.first_rank_size has no effect, since each rank has KV of its own"
     if wanted.reserve_bytes is not None:
-        share = (available - wanted.reserve_bytes) // place.num_local
+        share = (available - wanted.reserve_bytes) // num_sharing
         if share < 1:
             raise ValueError(
                 f"{available} bytes of memory are available and {wanted.reserve_bytes} are to stay "
