@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvkeep.backends.remote.base import ConnectorOptions, RemoteConnector
 from kvkeep.backends.remote.url import RemoteURL
-from kvkeep.errors import ConfigError
+from kvkeep.errors import ConfigError, MissingExtraError
 
 MakeConnector = Callable[[RemoteURL, ConnectorOptions], RemoteConnector]
 
@@ -17,9 +17,27 @@ def _directory(url: RemoteURL, options: ConnectorOptions) -> RemoteConnector:
     return DirectoryConnector(url, options)
 
 
+def _redis(url: RemoteURL, options: ConnectorOptions) -> RemoteConnector:
+    try:
+        from kvkeep.backends.remote.redis_connector import RedisConnector
+    except ImportError as error:
+        raise MissingExtraError(f"{url.scheme}://", "redis") from error
+    return RedisConnector(url, options)
+
+
+_REDIS_SCHEMES = [
+    "unix",
+    *(
+        kind + mode
+        for kind in ("redis", "rediss", "valkey", "valkeys")
+        for mode in ("", "-cluster", "-sentinel")
+    ),
+]
+
 #: By scheme.
 CONNECTORS: dict[str, MakeConnector] = {
     "file": _directory,
+    **dict.fromkeys(_REDIS_SCHEMES, _redis),
 }
 
 
