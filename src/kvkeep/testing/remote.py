@@ -11,10 +11,10 @@ from kvkeep.backends.base import AllocatorBackendInterface
 from kvkeep.backends.remote.backend import RemoteBackend, RemoteOptions
 from kvkeep.backends.remote.base import HEADER_BYTES, ConnectorOptions, RemoteConnector
 from kvkeep.backends.remote.names import create_connector
-from kvkeep.backends.remote.url import RemoteURL
 from kvkeep.backends.remote.value_names import name_prefix, value_name
 from kvkeep.codec.frame import ChunkMeta, writer_digest
 from kvkeep.codec.names import codec_of
+from kvkeep.config.store_url import RemoteURL
 from kvkeep.identity import CacheIdentity
 from kvkeep.keys import ChunkKey
 from kvkeep.layout import MemoryFormat

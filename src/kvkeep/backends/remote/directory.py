@@ -28,7 +28,7 @@ from kvkeep.backends.remote.base import (
     ValueSink,
 )
 from kvkeep.backends.remote.reports import TIER
-from kvkeep.backends.remote.url import RemoteURL
+from kvkeep.config.store_url import RemoteURL
 from kvkeep.errors import BackendError, BackendTimeoutError, ConfigError
 
 VALUE_SUFFIX, TEMP_SUFFIX = ".kvv", ".tmp"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvkeep.backends.remote.base import ConnectorOptions, RemoteConnector
-from kvkeep.backends.remote.url import RemoteURL
+from kvkeep.config.store_url import RemoteURL
 from kvkeep.errors import ConfigError, MissingExtraError
 
 MakeConnector = Callable[[RemoteURL, ConnectorOptions], RemoteConnector]

@@ -36,8 +36,8 @@ from kvkeep.backends.remote.base import (
 from kvkeep.backends.remote.redis_servers import open_servers
 from kvkeep.backends.remote.redis_wire import ErrorReply, RedisWire, command, set_command
 from kvkeep.backends.remote.reports import TIER
-from kvkeep.backends.remote.url import RemoteURL
 from kvkeep.codec.frame import Buffer
+from kvkeep.config.store_url import RemoteURL
 from kvkeep.errors import BackendError, BackendTimeoutError
 
 #: A string of Redis is never longer (its default of proto-max-bulk-len).

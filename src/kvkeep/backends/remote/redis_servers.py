@@ -19,7 +19,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from kvkeep.backends.remote.base import ConnectorOptions
-from kvkeep.backends.remote.url import RemoteURL
+from kvkeep.config.store_url import RemoteURL
 from kvkeep.errors import ConfigError
 
 _PORT, _SENTINEL_PORT = 6379, 26379
