@@ -20,6 +20,7 @@ from typing import TypeVar
 import zmq
 
 from kvkeep.errors import LookupServiceError
+from kvkeep.keys import TOKEN_BYTES
 from kvkeep.lookup.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -39,6 +40,8 @@ from kvkeep.lookup.messages import (
     decode_reply,
     encode,
 )
+from kvkeep.lookup.tally import Tally
+from kvkeep.results import FoundTokens
 from kvkeep.tokens import PLAIN, RequestScope, as_token_bytes
 
 logger = logging.getLogger(__name__)
@@ -75,6 +78,7 @@ class LookupClient:
         self._failures: Counter[str] = Counter()  # guarded by _lock
         self._down: dict[int, float] = {}  # rank -> time of the last probe; guarded by _lock
         self._closed = False  # guarded by _lock
+        self._tallies = [Tally() for _ in paths]  # by rank; guarded by _lock
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []  # guarded by _lock
         self._poller = zmq.Poller()  # guarded by _lock
@@ -95,7 +99,7 @@ class LookupClient:
         scope: RequestScope = PLAIN,
         pin: bool = True,
         counted: bool = True,
-    ) -> int:
+    ) -> FoundTokens:
         """Tokens of the longest prefix that every worker has stored.
 
         Args:
@@ -113,13 +117,16 @@ class LookupClient:
         with self._lock:
             if self._closed or not self._all_up_locked():
                 self._failures["down"] += 1
-                return 0
-            question = Lookup(next(self._seq), lookup_id, data, WireScope.of(scope), pin, counted)
-            replies = self._ask_locked(question, self._timeout_s)
-            found = [r.found if isinstance(r, LookupReply) else 0 for r in replies]
-            if pin and min(found) == 0:
-                self._send_all_locked(Unpin(next(self._seq), (lookup_id,)))
-            return min(found)
+                found, cause = FoundTokens(), "down"
+            else:
+                question = Lookup(next(self._seq), lookup_id, data, WireScope.of(scope), pin)
+                replies = self._ask_locked(question, self._timeout_s)
+                found, cause = _shortest(replies)
+                if pin and found == 0:
+                    self._send_all_locked(Unpin(next(self._seq), (lookup_id,)))
+            if counted and not self._closed:
+                self._count_lookup_locked(len(data) // TOKEN_BYTES, found, cause)
+            return found
 
     def unpin(self, lookup_ids: Sequence[str]) -> None:
         """End the leases of lookups, without waiting; unknown ones are ignored."""
@@ -204,6 +211,18 @@ class LookupClient:
         self._count_locked(replies)
         return replies
 
+    def _count_lookup_locked(self, asked: int, found: FoundTokens, cause: str) -> None:
+        """Tell the workers what a lookup came to; one that is down hears it when it is back."""
+        for rank, tally in enumerate(self._tallies):
+            if cause:
+                tally.failed(asked, cause)
+            else:
+                tally.answered(asked, found.tiers)
+            if rank not in self._down:
+                message = tally.take(next(self._seq))
+                if message is not None:
+                    self._send_locked(rank, message)
+
     def _count_locked(self, replies: Sequence[Reply | None]) -> None:
         for rank, reply in enumerate(replies):
             if reply is None:
@@ -264,3 +283,16 @@ class LookupClient:
             self._failures["full"] += 1
             return False
         return True
+
+
+def _shortest(replies: Sequence[Reply | None]) -> tuple[FoundTokens, str]:
+    """What every worker has found, and why that is nothing if one has not answered."""
+    found: list[FoundTokens] = []
+    for reply in replies:
+        if reply is None:
+            return FoundTokens(), "timeout"
+        if not isinstance(reply, LookupReply):
+            return FoundTokens(), "error"
+        known = FoundTokens(reply.tiers)
+        found.append(known if known == reply.found else FoundTokens([("unknown", reply.found)]))
+    return min(found), ""

@@ -16,7 +16,7 @@ from kvkeep.keys import Extra
 from kvkeep.tokens import RequestScope
 
 #: Version of the messages; both sides must speak the same one.
-PROTOCOL = 1
+PROTOCOL = 2
 
 #: A longer frame is refused by the socket itself, and its sender is disconnected.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -28,6 +28,7 @@ _Seq = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Sums = Annotated[tuple[tuple[_Name, _Count], ...], msgspec.Meta(max_length=65536)]
 _Tokens = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 
 
@@ -71,7 +72,17 @@ class Lookup(_Message, tag="lookup", frozen=True):
     tokens: _Tokens
     scope: WireScope
     pin: bool
-    counted: bool
+
+
+class Counted(_Message, tag="counted", frozen=True):
+    """What lookups came to, for the hit rate. Not answered.
+
+    Tokens of answered lookups, tokens found by tier, and tokens of failed lookups by cause.
+    """
+
+    asked: _Count
+    found: _Sums
+    failed: _Sums
 
 
 class Unpin(_Message, tag="unpin", frozen=True):
@@ -101,9 +112,10 @@ class HelloReply(_Message, tag="hello_reply", frozen=True):
 
 
 class LookupReply(_Message, tag="lookup_reply", frozen=True):
-    """Tokens found."""
+    """Tokens found, and (tier, tokens) of the runs in which they were, from the first on."""
 
     found: _Count
+    tiers: _Sums = ()
 
 
 class CheckReply(_Message, tag="check_reply", frozen=True):
@@ -129,7 +141,7 @@ class ErrorReply(_Message, tag="error_reply", frozen=True):
     message: str
 
 
-Request = Hello | Lookup | Unpin | Check | Clear
+Request = Hello | Lookup | Counted | Unpin | Check | Clear
 Reply = HelloReply | LookupReply | CheckReply | ClearReply | ErrorReply
 
 T = TypeVar("T")

@@ -31,6 +31,7 @@ from kvkeep.lookup.messages import (
     CheckReply,
     Clear,
     ClearReply,
+    Counted,
     ErrorReply,
     Hello,
     HelloReply,
@@ -44,6 +45,7 @@ from kvkeep.lookup.messages import (
 )
 from kvkeep.lookup.paths import make_private, remove_stale_sockets
 from kvkeep.metrics import Metrics
+from kvkeep.results import FoundTokens
 from kvkeep.tokens import RequestScope
 
 logger = logging.getLogger(__name__)
@@ -208,7 +210,12 @@ class LookupServer:
     def _dispatch(self, request: Request) -> Reply | None:
         match request:
             case Lookup():
-                return LookupReply(request.seq, self._lookup(request))
+                found = self._lookup(request)
+                tiers = found.tiers if isinstance(found, FoundTokens) else ()
+                return LookupReply(request.seq, int(found), tiers)
+            case Counted():
+                self._count(request)
+                return None
             case Unpin():
                 for lookup_id in request.lookup_ids:
                     self._engine.lookup_unpin(lookup_id)
@@ -240,8 +247,13 @@ class LookupServer:
             lookup_id=request.lookup_id,
             pin=request.pin,
             scope=request.scope.scope(),
-            counted=request.counted,
+            counted=False,  # the client does: only it knows whether the answer came in time
         )
+
+    def _count(self, message: Counted) -> None:
+        self._metrics.lookup(asked=message.asked, found=dict(message.found))
+        for cause, num_tokens in message.failed:
+            self._metrics.lookup_failed(num_tokens, cause)
 
     def _hello(self, request: Hello) -> HelloReply:
         if request.protocol != PROTOCOL:

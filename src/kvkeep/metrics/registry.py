@@ -11,6 +11,7 @@ The hit rate is defined at the lookup: tokens found divided by tokens asked for,
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -27,6 +28,11 @@ STORE, LOAD = "store", "load"
 #: Most series of one metric. What comes after them (causes that a plugin makes up) is OTHER.
 MAX_SERIES = 200
 OTHER = "other"
+
+#: Moves that are kept for who follows them and has not taken them; older ones are forgotten.
+MAX_MOVES = 1 << 16
+#: Name of a metric, values of its labels, and by how much it moved or what was observed.
+Move = tuple[str, tuple[str, ...], float]
 
 _Series = Counter | Gauge | Histogram
 
@@ -70,6 +76,7 @@ class Metrics:
         # happens in finalizers, in the middle of anything.
         self._series: dict[tuple[str, tuple[str, ...]], _Series] = {}
         self._num_series: Tally[str] = Tally()
+        self._moves: deque[Move] | None = None  # appended to by any thread, without a lock
 
     def _of(self, name: str, labels: tuple[str, ...]) -> _Series:
         series = self._series.get((name, labels))
@@ -86,11 +93,15 @@ class Metrics:
         series = self._of(name, labels)
         assert isinstance(series, Counter)
         series.inc(amount)
+        if self._moves is not None:
+            self._moves.append((name, labels, amount))
 
     def _observe(self, name: str, value: float, *labels: str) -> None:
         series = self._of(name, labels)
         assert isinstance(series, Histogram)
         series.observe(value)
+        if self._moves is not None:
+            self._moves.append((name, labels, value))
 
     def _watch(self, name: str, read: Callable[[], float], *labels: str) -> None:
         series = self._of(name, labels)
@@ -221,6 +232,27 @@ class Metrics:
         self._watch("kvkeep_queued_operations", loads, tier, LOAD)
         self._watch("kvkeep_queued_operations", stores, tier, STORE)
         self._watch("kvkeep_queued_bytes", num_bytes, tier)
+
+    def follow(self) -> None:
+        """Keep what moves from now on for :meth:`take_moves`."""
+        self._moves = deque(maxlen=MAX_MOVES)
+
+    def take_moves(self) -> list[Move]:
+        """What has moved since the last call, for one caller that follows."""
+        moves: list[Move] = []
+        while self._moves:
+            moves.append(self._moves.popleft())
+        return moves
+
+    def gauges(self) -> list[Move]:
+        """The values of all gauges now."""
+        return [
+            (name, tuple(sample.labels.values()), sample.value)
+            for name, family in self._families.items()
+            if isinstance(family, Gauge)
+            for metric in family.collect()
+            for sample in metric.samples
+        ]
 
     def snapshot(self) -> dict[str, float]:
         """Every value now, by name and labels: ``'kvkeep_evictions_total{tier="x"}'``.

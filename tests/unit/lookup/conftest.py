@@ -15,6 +15,7 @@ from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
 from kvkeep.lookup.client import LookupClient
 from kvkeep.lookup.server import LookupServer
 from kvkeep.metrics import Metrics
+from kvkeep.results import FoundTokens
 
 LAYOUT = KVLayout(MemoryFormat.OPAQUE_PAGES, "uint8", 4, (GroupLayout("full", 2, 64),), 0, 0, "toy")
 
@@ -49,6 +50,8 @@ class ToyTarget:
             raise self.error
         self.seen.append((np.asarray(tokens).tolist(), scope))
         found = min(self.stored, len(tokens))
+        if isinstance(self.stored, FoundTokens):
+            found = self.stored.first(found)
         if pin and found:
             self.leases.add(lookup_id)
         return found

@@ -14,6 +14,7 @@ from kvkeep.lookup.messages import (
     CheckReply,
     Clear,
     ClearReply,
+    Counted,
     ErrorReply,
     Hello,
     HelloReply,
@@ -31,7 +32,8 @@ SCOPE = RequestScope("salt", "adapter@1f", (("team", "a"),), (Extra(3, "image\0a
 
 REQUESTS = [
     Hello(1, 1),
-    Lookup(2, "req#1", b"\1\0\0\0", WireScope.of(SCOPE), True, True),
+    Lookup(2, "req#1", b"\1\0\0\0", WireScope.of(SCOPE), True),
+    Counted(3, 5, (("tier", 3),), (("timeout", 2),)),
     Unpin(3, ("req#1", "req#2")),
     Check(4),
     Clear(5, ("LocalCPUBackend",)),
@@ -39,6 +41,7 @@ REQUESTS = [
 REPLIES = [
     HelloReply(1, 1, 0, 2, 256, b"d" * 32),
     LookupReply(2, 512),
+    LookupReply(3, 512, (("tier", 256), ("other", 256))),
     CheckReply(4, 0, 1, 2, 3, 4, {"kvkeep_x_total": 1.5}),
     ClearReply(5, 7),
     ErrorReply(6, "no"),
@@ -62,12 +65,12 @@ def test_scope_survives_the_wire():
 def test_golden_bytes():
     """A change of these bytes is a change of the protocol's version."""
     assert encode(REQUESTS[1]).hex() == (
-        "97a66c6f6f6b757002a57265712331c404010000009"
+        "96a66c6f6f6b757002a57265712331c404010000009"
         "4a473616c74aa61646170746572403166"
         "9192a47465616da1619192"
-        "03a8696d616765006162c3c3"
+        "03a8696d616765006162c3"
     )
-    assert encode(LookupReply(2, 512)).hex() == "93ac6c6f6f6b75705f7265706c7902cd0200"
+    assert encode(LookupReply(2, 512)).hex() == "94ac6c6f6f6b75705f7265706c7902cd020090"
 
 
 @pytest.mark.parametrize("message", REPLIES, ids=lambda m: type(m).__name__)

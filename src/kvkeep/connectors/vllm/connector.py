@@ -30,7 +30,7 @@ from kvkeep.connectors.vllm.layout import block_size_of
 from kvkeep.connectors.vllm.metadata import SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.scheduler import SchedulerSide
 from kvkeep.connectors.vllm.settings import check_codecs, engine_settings
-from kvkeep.connectors.vllm.stats import KVKeepStats
+from kvkeep.connectors.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.connectors.vllm.worker import WorkerSide
 from kvkeep.errors import KVKeepError, LayoutError
 
@@ -73,8 +73,6 @@ def _nothing() -> None:
 
 class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is untyped here
     """kvkeep's cache for a vLLM engine; see docs/vllm.md."""
-
-    _cache_hit_source = CacheHitSource.HOST
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -182,12 +180,23 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
     @_hook(_nothing)
     def get_kv_connector_stats(self) -> KVKeepStats | None:
         """Counters since the last step."""
-        return KVKeepStats.of(self._worker.take_stats()) if self._worker is not None else None
+        return self._worker.take_stats() if self._worker is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVKeepStats:
         """Counters that travelled as ``data``."""
         return KVKeepStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVKeepPromMetrics:
+        """The same metrics in vLLM's own /metrics."""
+        return KVKeepPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- scheduler ---
 
@@ -199,6 +208,15 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
         if self._scheduler is None:
             return 0, False
         return self._scheduler.match(request, num_computed_tokens), False
+
+    @_hook(dict)
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """In which tiers the tokens are that will be loaded."""
+        if self._scheduler is None or num_external_tokens <= 0:
+            return {}
+        return self._scheduler.sources(request, num_external_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.keys import Extra
+from kvkeep.results import FoundTokens
 from kvkeep.tokens import RequestScope, as_token_bytes, make_scope
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class TrackedRequest:
         saved: leading tokens that were found stored or offered for storing.
         may_store: False if it may have computed on KV that was never loaded.
         was_asked: its lookup has been counted in the hit rate.
+        found: what its last lookup found.
+        found_after: tokens that the engine had itself at that time.
     """
 
     request: Request
@@ -39,6 +42,8 @@ class TrackedRequest:
     saved: int = 0
     may_store: bool = True
     was_asked: bool = False
+    found: FoundTokens = field(default_factory=FoundTokens)
+    found_after: int = 0
     _ids: array[int] = field(default_factory=lambda: array("I"))
 
     def token_bytes(self, num_tokens: int) -> bytes:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.requests import LoraNames, TrackedRequest, scope_of
+from kvkeep.connectors.vllm.sources import hit_sources
 from kvkeep.errors import LookupServiceError
 from kvkeep.lookup.client import LookupClient
 from kvkeep.tokens import PLAIN, RequestScope
@@ -35,6 +36,7 @@ from kvkeep.tokens import PLAIN, RequestScope
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import Request
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
@@ -126,6 +128,7 @@ class SchedulerSide:
         )
         tracked.was_asked = True
         tracked.saved = found
+        tracked.found, tracked.found_after = found, num_computed
         num_external: int = min(found, limit) - num_computed
         if num_external <= 0:
             if found:
@@ -159,6 +162,13 @@ class SchedulerSide:
         )
         self._loads.append(load)
         del self._found[request.request_id]
+
+    def sources(self, request: Request, num_external: int) -> dict[CacheHitSource, int]:
+        """In which tiers the tokens are that were promised for a request."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return {}
+        return hit_sources(tracked.found, tracked.found_after, num_external)
 
     def break_promise(self, blocks: KVCacheBlocks) -> None:
         """Plan a load that fails, so that the engine hears that it cannot count on these blocks."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
-from kvkeep.connectors.vllm.stats import StepStats
+from kvkeep.connectors.vllm.stats import KVKeepStats, StepStats
 from kvkeep.engine import CacheEngine, CheckReport
 from kvkeep.errors import KVKeepError
 from kvkeep.gpu.base import SKIP_SLOT
@@ -97,6 +97,7 @@ class WorkerSide:
         self._invalid_blocks: set[int] = set()
         self._gaps: dict[str, int] = {}  # request -> tokens stored of it before a save fell short
         self._stats = StepStats()
+        manager.metrics.follow()
         self._server = LookupServer(
             self._resets, socket, identity=identity, metrics=manager.metrics
         )
@@ -139,10 +140,10 @@ class WorkerSide:
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
-    def take_stats(self) -> StepStats:
+    def take_stats(self) -> KVKeepStats:
         """What happened since the last call."""
         stats, self._stats = self._stats, StepStats()
-        return stats
+        return KVKeepStats.of(stats, rank=self._rank, metrics=self._manager.metrics)
 
     def report(self) -> WorkerMeta:
         """What the scheduler has to know after each step."""

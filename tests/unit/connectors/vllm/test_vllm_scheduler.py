@@ -484,6 +484,7 @@ def test_stats_of_a_step(toy_engine):
     engine = toy_engine()
     engine.generate("a", PROMPT)
     engine.generate("b", PROMPT)
+    assert engine.metric("kvkeep_lookup_tokens_total") == 80  # the scheduler's count has arrived
     stats = engine.worker.get_kv_connector_stats().reduce()
     assert (stats["stored_tokens"], stats["loaded_tokens"]) == (40, 39)
     assert engine.worker.get_kv_connector_stats().is_empty()

@@ -7,6 +7,7 @@ byte against the tokens it stands for, whatever the scheduler did before.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvkeep.connectors.vllm import KVKeepConnector
+from kvkeep.errors import LookupServiceError
 
 BLOCK = 4
 CHUNK = 8
@@ -186,7 +188,10 @@ class ToyEngine:
         return self.engine._storage.allocator_backend
 
     def metric(self, name: str) -> float:
-        """One of the worker's counters."""
+        """One of the worker's counters, with what the scheduler has counted so far."""
+        if self.connector._scheduler is not None:
+            with contextlib.suppress(LookupServiceError):
+                self.client.check()  # answered after the messages before it
         return self.engine.metrics.snapshot().get(name, 0.0)
 
     @property
