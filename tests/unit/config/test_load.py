@@ -51,6 +51,7 @@ EXAMPLES = {
     "disk.threads": "3",
     "disk.queue": "5MiB",
     "disk.load_timeout": "3s",
+    "disk.codec": "zstd",
 }
 #: What a section's settings have no effect without, which is an error (fault 46).
 _LISTEN = {"metrics.listen": "127.0.0.1:9440"}
