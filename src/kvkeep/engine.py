@@ -8,6 +8,7 @@ device) is a result and a metric; what the caller got wrong is a ValueError.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping
+from concurrent.futures import Future
 
 import torch
 
@@ -17,11 +18,12 @@ from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
 from kvkeep.layerwise import LoadStep, retrieve_layers, store_layers
 from kvkeep.loading import OpenLoad, refuse_load
 from kvkeep.looking_up import look_up, refuse_lookup
+from kvkeep.looking_up_later import look_up_later
 from kvkeep.metrics import Metrics
 from kvkeep.ranks.base import OTHER_RANKS, RankGroup
 from kvkeep.removing import Remover
 from kvkeep.request import EngineParts, Request, merge_scope
-from kvkeep.results import CheckReport, EngineHealth, StoreResult, StoreStop
+from kvkeep.results import CheckReport, EngineHealth, FoundTokens, StoreResult, StoreStop
 from kvkeep.storage.manager import StorageManager
 from kvkeep.storing import OpenStore, refuse_store
 from kvkeep.tokens import PLAIN, ChunkedTokenDatabase, RequestScope
@@ -256,16 +258,49 @@ class CacheEngine(EngineControl):
         chunks = self.token_database.process_tokens(
             tokens, None, merge_scope(scope, request_configs)
         )
-        ranks = self._parts.ranks
-        refused = "unhealthy" if not self.is_healthy() else None
-        if refused is None and ranks is not None and not ranks.is_whole():
-            refused = OTHER_RANKS
+        refused = self._lookup_refusal()
         if refused is not None:
             return refuse_lookup(self._parts, chunks, refused, counted=counted)
         lease_id = lookup_id if pin else None
         return look_up(
             self._parts, chunks, lease_id=lease_id, search_range=search_range, counted=counted
         )
+
+    def async_lookup(
+        self,
+        tokens: object,
+        *,
+        lookup_id: str,
+        search_range: Collection[str] | None = None,
+        request_configs: Mapping[str, object] | None = None,
+        scope: RequestScope = PLAIN,
+        counted: bool = True,
+    ) -> Future[FoundTokens]:
+        """The same with ``pin``, answered once everything found is in memory. Never waits.
+
+        The arguments are those of :meth:`lookup`. The future is done already where everything is in
+        memory; it cannot be cancelled and never raises. :meth:`lookup_unpin` gives the lookup up at
+        any time: it is answered with 0, and what arrives later goes back at once.
+        """
+        chunks = self.token_database.process_tokens(
+            tokens, None, merge_scope(scope, request_configs)
+        )
+        refused = self._lookup_refusal()
+        if refused is None:
+            return look_up_later(
+                self._parts, chunks, lookup_id, search_range=search_range, counted=counted
+            )
+        answer: Future[FoundTokens] = Future()
+        answer.set_running_or_notify_cancel()
+        answer.set_result(refuse_lookup(self._parts, chunks, refused, counted=counted))
+        return answer
+
+    def _lookup_refusal(self) -> str | None:
+        """Why lookups find nothing now, if they do."""
+        if not self.is_healthy():
+            return "unhealthy"
+        ranks = self._parts.ranks
+        return OTHER_RANKS if ranks is not None and not ranks.is_whole() else None
 
     def _store_refusal(self) -> StoreStop | None:
         if not self.is_healthy():

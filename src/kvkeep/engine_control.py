@@ -39,8 +39,13 @@ class EngineControl:
         self._is_closed = False
 
     def lookup_unpin(self, lookup_id: str) -> bool:
-        """End the lease of a lookup; False if it has none (any more)."""
-        return self._storage.leases.release(lookup_id)
+        """Give a lookup up, or end its lease; False if there is neither (any more)."""
+        return self._storage.batched_unpin(lookup_id)
+
+    def lookup_keep(self, lookup_id: str, num_tokens: int) -> None:
+        """Give back what the lease of a lookup holds beyond the chunks of the first tokens."""
+        size = self._parts.token_database.identity.chunk_size
+        self._storage.keep_first(lookup_id, -(-num_tokens // size))
 
     def freeze(self, frozen: bool) -> None:
         """Frozen: nothing is stored any more, and only the CPU tier is read."""

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 def refuse_load(parts: EngineParts, request: Request) -> torch.Tensor:
     """The mask of a load that is not done: all False. The lease of the request ends."""
     if request.req_id is not None:
-        parts.storage_manager.leases.release(request.req_id)
+        parts.storage_manager.batched_unpin(request.req_id)
     chunks = parts.token_database.process_tokens(request.tokens, request.mask, request.scope)
     if chunks.num_tokens:
         parts.metrics.load_failed(chunks.num_tokens - chunks.num_masked, "unhealthy")
@@ -64,8 +64,8 @@ class OpenLoad:
         self.keys: list[ChunkKey] = []
         self._prompt_keys: list[ChunkKey] = []
         self._round: Round | None = None
-        leases = parts.storage_manager.leases
-        self._lease = leases.claim(request.req_id) if request.req_id is not None else None
+        claim = parts.storage_manager.claim_lease
+        self._lease = claim(request.req_id) if request.req_id is not None else None
         try:
             chunks = parts.token_database.process_tokens(
                 request.tokens, request.mask, request.scope

@@ -38,9 +38,7 @@ def look_up(
         found = FoundTokens(
             [(run.location, chunks.end_of(run.end) - chunks.end_of(run.start)) for run in runs]
         )
-        by_tier: dict[str, int] = {}
-        for tier, num_tokens in found.tiers:
-            by_tier[tier] = by_tier.get(tier, 0) + num_tokens
+        by_tier = found.sums()
         span.note({"tokens": chunks.num_tokens, "tokens_found": found, "tiers": list(by_tier)})
     parts.metrics.lookup_took(time.perf_counter() - started)
     if counted:
@@ -72,9 +70,11 @@ def _locate(
     return runs
 
 
-def refuse_lookup(parts: EngineParts, chunks: TokenChunks, cause: str, *, counted: bool) -> int:
+def refuse_lookup(
+    parts: EngineParts, chunks: TokenChunks, cause: str, *, counted: bool
+) -> FoundTokens:
     """The answer of an engine that cannot load: nothing is found, a miss in the hit rate too."""
     parts.metrics.failure(ENGINE_MEMORY, "lookup", cause)
     if counted:
         parts.metrics.lookup(asked=chunks.num_tokens, found={})
-    return 0
+    return FoundTokens()

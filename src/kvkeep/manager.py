@@ -28,6 +28,7 @@ from kvkeep.observing import observe
 from kvkeep.opening_codecs import open_codecs, with_codecs
 from kvkeep.opening_disk import open_disk
 from kvkeep.opening_pool import open_pool, start_prefault
+from kvkeep.opening_prefetch import prefetch_options
 from kvkeep.opening_ranks import open_ranks
 from kvkeep.policy.names import create_policy
 from kvkeep.storage.health import HealthTimer
@@ -131,6 +132,7 @@ class CacheManager:
                 allocator_backend=first,
                 metrics=metrics,
                 lease_timeout_s=settings.lookup.lease,
+                prefetching=prefetch_options(settings, first, chunk_bytes),
             )
             engine = CacheEngine(
                 token_database=tokens,

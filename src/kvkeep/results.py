@@ -25,6 +25,13 @@ class FoundTokens(int):
         found.tiers = tuple(tiers)
         return found
 
+    def sums(self) -> dict[str, int]:
+        """Tokens by tier."""
+        sums: dict[str, int] = {}
+        for tier, num_tokens in self.tiers:
+            sums[tier] = sums.get(tier, 0) + num_tokens
+        return sums
+
     def first(self, num_tokens: int) -> FoundTokens:
         """The first ``num_tokens`` of them, where another worker has found no more."""
         left, runs = num_tokens, []

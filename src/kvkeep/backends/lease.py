@@ -7,10 +7,11 @@ any thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvkeep.keys import ChunkKey
@@ -100,14 +101,15 @@ class Lease:
         """The deadline has passed at ``now`` (``time.monotonic()``)."""
         return now >= self.deadline
 
-    def keep_only(self, keys: Collection[ChunkKey]) -> None:
-        """Give the pins of all other chunks back; the lease goes on."""
+    def keep_first(self, num_chunks: int) -> None:
+        """Give back the pins of all chunks but the first ones that were added; it goes on."""
         dropped: dict[StorageBackendInterface, list[tuple[ChunkKey, MemoryObj]]] = {}
         with self._lock:
+            kept = dict(itertools.islice(self._by_key.items(), num_chunks))
             for backend, entries in self._pins.items():
-                dropped[backend] = [entry for entry in entries if entry[0] not in keys]
-                self._pins[backend] = [entry for entry in entries if entry[0] in keys]
-            self._by_key = {key: obj for key, obj in self._by_key.items() if key in keys}
+                dropped[backend] = [entry for entry in entries if entry[0] not in kept]
+                self._pins[backend] = [entry for entry in entries if entry[0] in kept]
+            self._by_key = kept
         self._give_back(dropped)
 
     def release(self) -> None:

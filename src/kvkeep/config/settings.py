@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from kvkeep.config.base import Frozen
 from kvkeep.config.observing import LogSettings, MetricsSettings, TracingSettings
+from kvkeep.config.prefetch import LoadSettings, PrefetchSettings
 from kvkeep.config.ranks import RanksSettings
 from kvkeep.config.units import DurationSeconds, SizeBytes, SizeBytesOrZero, Threads, Tokens
 
@@ -278,6 +279,8 @@ class Settings(Frozen):
     cpu: CpuSettings = Field(default_factory=CpuSettings)
     disk: DiskSettings = Field(default_factory=DiskSettings)
     lookup: LookupSettings = Field(default_factory=LookupSettings)
+    prefetch: PrefetchSettings = Field(default_factory=PrefetchSettings)
+    load: LoadSettings = Field(default_factory=LoadSettings)
     ranks: RanksSettings = Field(default_factory=RanksSettings)
     identity: IdentitySettings = Field(default_factory=IdentitySettings)
     health: HealthSettings = Field(default_factory=HealthSettings)
@@ -290,8 +293,14 @@ class Settings(Frozen):
         "settings}. See docs/plugins.md.",
     )
 
+    @property
+    def has_slow_tier(self) -> bool:
+        """There is a tier below the memory."""
+        return self.disk.path is not None or bool(self.plugins)
+
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
+        self.prefetch.check(has_slow_tier=self.has_slow_tier, lease_s=self.lookup.lease)
         if self.lookup.lease <= self.lookup.timeout:
             raise ValueError(
                 f"lookup.lease ({self.lookup.lease:g} s) must be longer than lookup.timeout "

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from kvkeep.backends.lease import Lease
-from kvkeep.keys import ChunkKey
 
 
 class LeaseTable:
@@ -94,12 +93,12 @@ class LeaseTable:
                 del self._leases[lookup_id]
         lease.release()
 
-    def keep_only(self, lookup_id: str, keys: Collection[ChunkKey]) -> None:
-        """Give back what the lease of ``lookup_id``, if it has one, pins besides these chunks."""
+    def keep_first(self, lookup_id: str, num_chunks: int) -> None:
+        """Shorten the lease of ``lookup_id``, if it has one, to its first chunks."""
         with self._lock:
             lease = self._leases.get(lookup_id)
         if lease is not None:
-            lease.keep_only(keys)
+            lease.keep_first(num_chunks)
 
     def reap(self) -> int:
         """Release every lease in the table whose deadline has passed; returns how many."""

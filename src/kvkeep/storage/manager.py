@@ -315,9 +315,9 @@ class StorageManager(PoolAccess):
         stopped = self._prefetcher.stop(lookup_id)
         return self.leases.release(lookup_id) or stopped
 
-    def keep_only(self, lookup_id: str, keys: Collection[ChunkKey]) -> None:
-        """Give back what the unclaimed lease of a lookup holds besides these chunks."""
-        self.leases.keep_only(lookup_id, keys)
+    def keep_first(self, lookup_id: str, num_chunks: int) -> None:
+        """Give back what the unclaimed lease of a lookup holds beyond its first chunks."""
+        self.leases.keep_first(lookup_id, num_chunks)
 
     def clear(self, locations: Collection[str] | None = None) -> int:
         """Remove everything from every tier or those named; returns how many copies there were.

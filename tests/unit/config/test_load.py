@@ -33,6 +33,10 @@ EXAMPLES = {
     "lookup.timeout": "2s",
     "lookup.lease": "10min",
     "lookup.socket_dir": "/run/kvkeep",
+    "prefetch.enabled": "true",
+    "prefetch.timeout": "7s",
+    "prefetch.memory": "3GiB",
+    "load.asynchronous": "true",
     "identity.model": "example/model",
     "identity.revision": "r1",
     "identity.tags": "{team: search}",
@@ -58,6 +62,7 @@ _LISTEN = {"metrics.listen": "127.0.0.1:9440"}
 NEEDED = {
     "disk": {"disk.path": "/var/cache/kvkeep"},
     "metrics": _LISTEN,
+    "prefetch": {"disk.path": "/var/cache/kvkeep"},
     "metrics.tls_cert": {**_LISTEN, "metrics.tls_key": "/etc/kvkeep/key.pem"},
     "metrics.tls_key": {**_LISTEN, "metrics.tls_cert": "/etc/kvkeep/cert.pem"},
 }

@@ -409,9 +409,9 @@ def test_what_travels_when_everything_is_removed_does_not_come_back():
 def test_a_lease_can_be_shortened():
     with open_rig() as rig:
         rig.ask("r")
-        rig.manager.keep_only("r", set(rig.keys[:2]))
+        rig.manager.keep_first("r", 2)
         rig.claim("r", 2)
-        rig.manager.keep_only("unknown", ())
+        rig.manager.keep_first("unknown", 1)
 
 
 def test_given_up_at_random_moments_200_times():
