@@ -25,6 +25,15 @@ def _redis(url: RemoteURL, options: ConnectorOptions) -> RemoteConnector:
     return RedisConnector(url, options)
 
 
+def _object_store(url: RemoteURL, options: ConnectorOptions) -> RemoteConnector:
+    try:
+        from kvkeep.backends.remote.object_store import ObjectStoreConnector
+    except ImportError as error:
+        raise MissingExtraError(f"{url.scheme}://", "s3") from error
+    return ObjectStoreConnector(url, options)
+
+
+_OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "http", "https")
 _REDIS_SCHEMES = [
     "unix",
     *(
@@ -38,6 +47,7 @@ _REDIS_SCHEMES = [
 CONNECTORS: dict[str, MakeConnector] = {
     "file": _directory,
     **dict.fromkeys(_REDIS_SCHEMES, _redis),
+    **dict.fromkeys(_OBJECT_STORES, _object_store),
 }
 
 
