@@ -3,46 +3,76 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kvkeep.cli.bar import Bar
 from kvkeep.cli.failures import telling_failures
-from kvkeep.cli.texts import about_size
+from kvkeep.cli.replay_report import Scale, print_real, print_sweep, real_values, sweep_values
 from kvkeep.config.units import parse_size
 from kvkeep.errors import ConfigError, TraceError
+from kvkeep.replay.chart import require_chart
+from kvkeep.replay.formats import read_workload
 from kvkeep.replay.plot import plot as draw
 from kvkeep.replay.plot import require_plot
-from kvkeep.replay.simulator import HitRate
 from kvkeep.replay.sweep import (
     POLICY_NAMES,
+    Report,
     Sweep,
     check_policies,
     chunks_of_share,
     chunks_of_size,
     sweep,
-    what_memory_buys,
 )
-from kvkeep.replay.trace import MOONCAKE_BLOCK_TOKENS, Trace, read_trace
+from kvkeep.replay.trace import Trace
 
-WIDTH = 80
 DEFAULT_SHARES = "1/64,1/16,1/4"
-#: KV bytes of 512 tokens of Llama 3.1 8B in bfloat16: 2 * 32 layers * 8 heads * 128 * 2 bytes each.
-DEFAULT_BLOCK_BYTES = "64MiB"
+#: KV bytes of a token of Llama 3.1 8B in bfloat16: 2 * 32 layers * 8 heads * 128 * 2 bytes each.
+DEFAULT_TOKEN_BYTES = 128 << 10
+#: Bytes of a chunk in a replay with real bytes, the smallest that is a whole memory page.
+_REAL_STEP = 4096
+_MODEL_HELP = "Folder of a model: its config says how large a block is. Default: Llama 3.1 8B."
+_REAL_HELP = "Run the real store too, with small chunks of real bytes that are compared."
+_TRACES_HELP = "Recorded workloads: JSON lines of Mooncake or with token ids, or logs of vLLM."
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The options, checked."""
+
+    sizes: list[int]
+    shares: list[Fraction]
+    policies: list[str]
+    block_bytes: int | None
+    token_bytes: int
+    block_tokens: int | None
+    warm_up: Fraction
+    plot: Path | None
+    chart: bool
+    disk_bytes: int
+    real_bytes: int | None
+
+    def scale(self, trace: Trace) -> Scale:
+        """How large a block of this trace is."""
+        block = self.block_bytes or trace.chunk_tokens * self.token_bytes
+        return Scale(block, int(self.warm_up * len(trace.requests)))
+
+    def capacities(self, trace: Trace, block: int) -> list[int]:
+        """Sizes of the pool, in chunks."""
+        chunks = [chunks_of_size(one, block) for one in self.sizes]
+        return chunks + [chunks_of_share(one, trace.footprint()) for one in self.shares]
 
 
 def replay(
-    traces: Annotated[
-        list[Path],
-        typer.Argument(help="Recorded workloads: JSON lines of Mooncake.", show_default=False),
-    ],
+    traces: Annotated[list[Path], typer.Argument(help=_TRACES_HELP, show_default=False)],
     *,
     size: Annotated[
         str | None, typer.Option(help="Sizes of the pool, like 64GiB,128GiB.", show_default=False)
@@ -56,67 +86,161 @@ def replay(
     policy: Annotated[
         str, typer.Option(help="Policies: " + ", ".join(sorted(POLICY_NAMES)) + ".")
     ] = "reuse,lru",
+    model: Annotated[Path | None, typer.Option(help=_MODEL_HELP, show_default=False)] = None,
     block_bytes: Annotated[
-        str, typer.Option(help="KV bytes of a block of the trace; the default is Llama 3.1 8B's.")
-    ] = DEFAULT_BLOCK_BYTES,
+        str | None, typer.Option(help="KV bytes of a block, instead of a model.")
+    ] = None,
     block_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens in a block of the trace.")
-    ] = MOONCAKE_BLOCK_TOKENS,
+        int | None,
+        typer.Option(min=1, help="Tokens in a block. Default: 512 for Mooncake, 256 for tokens."),
+    ] = None,
+    warm_up: Annotated[
+        str, typer.Option(help="Share of the requests that fill the pool and are not counted.")
+    ] = "0",
     plot: Annotated[
         Path | None,
-        typer.Option(
-            help="Draw the table into this PNG file too; of one trace.", show_default=False
-        ),
+        typer.Option(help="Draw the table of one trace into this PNG file.", show_default=False),
     ] = None,
+    chart: Annotated[bool, typer.Option("--chart", help="Draw it in the terminal.")] = False,
+    real: Annotated[bool, typer.Option("--real", help=_REAL_HELP)] = False,
+    disk: Annotated[
+        str | None, typer.Option(help="Size of a disk tier below the pool, with --real.")
+    ] = None,
+    real_bytes: Annotated[
+        str, typer.Option(help="Bytes of a chunk with --real, in steps of 4KiB.")
+    ] = "16KiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Replay recorded workloads through the real policies, with the bytes left out.
 
     Shows the share of prompt tokens that is found (only unbroken prefixes count) by size and
-    policy, beside the most that any policy could find, and what more memory buys. Ends with exit
-    code 2 if a trace or an option is no good.
+    policy, beside the most that any policy could find, and what more memory buys. With --real the
+    same through a real engine with real bytes; ends with exit code 1 if a single one is wrong. Ends
+    with 2 if a trace or an option is no good.
     """
-    values = []
+    values, wrong = [], 0
     with telling_failures("replay"):
-        block = _parse_size(block_bytes, "--block-bytes")
-        policies = list(dict.fromkeys(name.strip().lower() for name in policy.split(",")))
-        check_policies(policies)
         sizes, shares = _parse_sizes(size, share)
-        if plot is not None:
-            _check_plot(plot, traces)
+        wanted = _Wanted(
+            sizes=sizes,
+            shares=shares,
+            policies=_parse_policies(policy, real),
+            block_bytes=None if block_bytes is None else _parse_size(block_bytes, "--block-bytes"),
+            token_bytes=_token_bytes(model),
+            block_tokens=block_tokens,
+            warm_up=_parse_share(warm_up, "--warm-up", is_whole_allowed=False),
+            plot=plot,
+            chart=chart,
+            disk_bytes=0 if disk is None else _parse_size(disk, "--disk"),
+            real_bytes=_parse_real(real_bytes) if real else None,
+        )
+        _check(wanted, traces)
         for path in traces:
-            trace = _read(path, block_tokens)
-            chunks = [chunks_of_size(one, block) for one in sizes]
-            chunks += [chunks_of_share(one, trace.footprint()) for one in shares]
-            with Bar(Console(stderr=True)) as bar:
-                results = sweep(trace, chunks, policies, bar.report)
-            if plot is not None:
-                draw(results, plot, path.name, lambda chunks: about_size(chunks * block))
-            if as_json:
-                values.append(_values(path, results, block))
-            else:
-                _print(path, results, policies, block, Console())
+            one, num_wrong = _replay_one(path, wanted, None if as_json else Console())
+            values.append(one)
+            wrong += num_wrong
     if as_json:
         typer.echo(json.dumps({"traces": values}))
+    if wrong:
+        raise typer.Exit(1)
 
 
-def _check_plot(plot: Path, traces: list[Path]) -> None:
-    """Refuse what cannot be drawn before the work."""
+def _replay_one(
+    path: Path, wanted: _Wanted, console: Console | None
+) -> tuple[dict[str, object], int]:
+    """Replay one trace; returns its values and how many chunks were wrong."""
+    trace = _read(path, wanted.block_tokens)
+    scale = wanted.scale(trace)
+    chunks = wanted.capacities(trace, scale.block_bytes)
+    with _bar() as report:
+        results = sweep(trace, chunks, wanted.policies, report, num_warm_up=scale.num_warm_up)
+    if wanted.plot is not None:
+        draw(results, wanted.plot, path.name, scale.label)
+    values = sweep_values(path, results, scale)
+    if console is not None:
+        print_sweep(path, results, scale, console, with_chart=wanted.chart)
+    if wanted.real_bytes is None:
+        return values, 0
+    found, wrong = _run_real(trace, results, wanted, scale, console)
+    return {**values, "real": found}, wrong
+
+
+def _run_real(
+    trace: Trace, results: Sweep, wanted: _Wanted, scale: Scale, console: Console | None
+) -> tuple[list[dict[str, object]], int]:
+    """Each size and policy through a real engine."""
+    from kvkeep.replay.real import RealTiers, replay_real
+
+    runs = []
+    for one in results.sizes:
+        for name in wanted.policies:
+            with tempfile.TemporaryDirectory(prefix="kvkeep-replay-") as folder, _bar() as report:
+                tiers = RealTiers(
+                    name,
+                    one.chunks,
+                    wanted.disk_bytes // scale.block_bytes,
+                    Path(folder),
+                    wanted.real_bytes or _REAL_STEP,
+                )
+                run = replay_real(trace, tiers, report, num_warm_up=scale.num_warm_up)
+            runs.append((tiers, one.by_policy[name], run))
+    if console is not None:
+        print_real(trace, runs, scale, console)
+    return [real_values(*run) for run in runs], sum(run.wrong_chunks for _, _, run in runs)
+
+
+@contextmanager
+def _bar() -> Iterator[Report]:
+    with Bar(Console(stderr=True)) as bar:
+        yield bar.report
+
+
+def _check(wanted: _Wanted, traces: Sequence[Path]) -> None:
+    """Refuse what cannot be drawn or run before the work."""
+    if wanted.chart:
+        require_chart()
+    if wanted.disk_bytes and wanted.real_bytes is None:
+        raise ConfigError("--disk has no effect without --real")
+    if wanted.plot is None:
+        return
     require_plot()
     if len(traces) != 1:
         raise ConfigError(f"--plot draws one trace, not {len(traces)}")
-    if not plot.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no such folder")
+    if not wanted.plot.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {wanted.plot}: there is no such folder")
 
 
-def _read(path: Path, block_tokens: int) -> Trace:
+def _read(path: Path, block_tokens: int | None) -> Trace:
     try:
-        trace = read_trace(path, chunk_tokens=block_tokens)
+        trace = read_workload(path, chunk_tokens=block_tokens)
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from error
-    if not trace.requests:
-        raise TraceError(f"{path} has no requests")
+    if not any(request.keys for request in trace.requests):
+        raise TraceError(f"{path} has no requests that fill a block of {trace.chunk_tokens} tokens")
     return trace
+
+
+def _token_bytes(model: Path | None) -> int:
+    if model is None:
+        return DEFAULT_TOKEN_BYTES
+    from kvkeep.doctor.model_config import read_model
+
+    return read_model(model).token_bytes
+
+
+def _parse_policies(text: str, real: bool) -> list[str]:
+    names = list(dict.fromkeys(name.strip().lower() for name in text.split(",")))
+    check_policies(names)
+    if real and "probation" in names:
+        raise ConfigError("--policy probation is for comparisons, and no setting; leave --real out")
+    return names
+
+
+def _parse_real(text: str) -> int:
+    size_bytes = _parse_size(text, "--real-bytes")
+    if size_bytes % _REAL_STEP:
+        raise ConfigError(f"--real-bytes {text!r}: must be a multiple of 4KiB")
+    return size_bytes
 
 
 def _parse_size(text: str, option: str) -> int:
@@ -134,72 +258,19 @@ def _parse_sizes(size: str | None, share: str | None) -> tuple[list[int], list[F
     if size is None and share is None:
         share = DEFAULT_SHARES
     sizes = [_parse_size(text, "--size") for text in size.split(",")] if size is not None else []
-    shares = []
-    for text in share.split(",") if share is not None else []:
-        try:
-            shares.append(Fraction(text.strip()))
-        except (ValueError, ZeroDivisionError) as error:
-            raise ConfigError(f"--share {text!r} is no share; write 1/16 or 0.25") from error
-        if not 0 < shares[-1] <= 1:
-            raise ConfigError(f"--share {text!r} is no share: it must be above 0 and at most 1")
+    texts = share.split(",") if share is not None else []
+    shares = [_parse_share(text, "--share", is_whole_allowed=True) for text in texts]
+    if 0 in shares:
+        raise ConfigError("--share '0' is no share: it must be above 0 and at most 1")
     return sizes, shares
 
 
-def _values(path: Path, results: Sweep, block: int) -> dict[str, object]:
-    def rate(one: HitRate) -> dict[str, object]:
-        return {
-            "hit_tokens": one.hit_tokens,
-            "token_share": one.token_share,
-            "chunk_share": one.chunk_share,
-            "evictions": one.num_evictions,
-        }
-
-    return {
-        "trace": str(path),
-        "requests": results.num_requests,
-        "asked_tokens": results.asked_tokens,
-        "footprint_chunks": results.footprint,
-        "block_bytes": block,
-        "limit": rate(results.limit),
-        "sizes": [
-            {
-                "chunks": one.chunks,
-                "bytes": one.chunks * block,
-                "policies": {name: rate(found) for name, found in one.by_policy.items()},
-                "optimum": rate(one.best),
-            }
-            for one in results.sizes
-        ],
-    }
-
-
-def _print(path: Path, results: Sweep, policies: list[str], block: int, console: Console) -> None:
-    def label(chunks: int) -> str:
-        return about_size(chunks * block)
-
-    console.print()
-    console.print(Text(path.name, style="bold"), width=WIDTH)
-    console.print(
-        f"{results.num_requests:,} requests, {results.asked_tokens:,} prompt tokens; all of it is "
-        f"{results.footprint:,} blocks, {label(results.footprint)}",
-        width=WIDTH,
-        highlight=False,
-    )
-    console.print()
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("pool", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    for name in policies:
-        table.add_column(name, justify="right", no_wrap=True, style="bold")
-    table.add_column("optimum", justify="right", no_wrap=True, style="dim")
-    for one in results.sizes:
-        rates = [*(one.by_policy[name] for name in policies), one.best]
-        table.add_row(
-            label(one.chunks),
-            f"{100 * one.chunks / results.footprint:.1f}%",
-            *(f"{100 * rate.token_share:.1f}%" for rate in rates),
-        )
-    console.print(table, width=WIDTH)
-    console.print()
-    sentence = what_memory_buys(results, policies[0], label)
-    console.print(sentence, width=WIDTH, highlight=False)
+def _parse_share(text: str, option: str, *, is_whole_allowed: bool) -> Fraction:
+    try:
+        share = Fraction(text.strip())
+    except (ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"{option} {text!r} is no share; write 1/16 or 0.25") from error
+    if not 0 <= share <= 1 or (share == 1 and not is_whole_allowed):
+        bound = "above 0 and at most 1" if is_whole_allowed else "at least 0 and below 1"
+        raise ConfigError(f"{option} {text!r} is no share: it must be {bound}")
+    return share

@@ -13,33 +13,34 @@ from __future__ import annotations
 import heapq
 
 from kvkeep.keys import ChunkKey
-from kvkeep.replay.simulator import HitRate
+from kvkeep.replay.simulator import HitRate, Tally
 from kvkeep.replay.trace import Trace
 
 #: The next use of a chunk that is never used again.
 _NEVER = 1 << 62
 
 
-def optimum(trace: Trace, capacity: int) -> HitRate:
+def optimum(trace: Trace, capacity: int, *, num_warm_up: int = 0) -> HitRate:
     """The most that any policy can find.
 
     Args:
         trace: the workload.
         capacity: chunks that fit.
+        num_warm_up: requests at the start that are not counted. What is found after them is then
+            what the policy finds that is best over all, which may not be the most.
     """
     kept: dict[
         ChunkKey, tuple[int, int]
     ] = {}  # (minus next use, minus position): first to go first
     order: list[tuple[int, int, ChunkKey]] = []  # a heap of the same, with outdated entries
-    hit_tokens = hit_chunks = num_evictions = 0
+    tally, num_evictions = Tally(trace.chunk_tokens, num_warm_up), 0
     for request, next_uses in zip(trace.requests, _next_uses(trace), strict=True):
         found = 0
         for key in request.keys:
             if key not in kept:
                 break
             found += 1
-        hit_chunks += found
-        hit_tokens += min(found * trace.chunk_tokens, request.num_tokens)
+        tally.count(request, found)
         for position, (key, next_use) in enumerate(zip(request.keys, next_uses, strict=True)):
             if next_use == _NEVER:
                 kept.pop(key, None)
@@ -51,13 +52,7 @@ def optimum(trace: Trace, capacity: int) -> HitRate:
                 if kept.get(victim) == tuple(last):
                     del kept[victim]
                     num_evictions += 1
-    return HitRate(
-        sum(request.num_tokens for request in trace.requests),
-        hit_tokens,
-        sum(len(request.keys) for request in trace.requests),
-        hit_chunks,
-        num_evictions,
-    )
+    return tally.hit_rate(num_evictions)
 
 
 def _next_uses(trace: Trace) -> list[list[int]]:

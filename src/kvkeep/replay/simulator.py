@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvkeep.keys import ChunkKey
 from kvkeep.policy.base import CachePolicy
-from kvkeep.replay.trace import Trace
+from kvkeep.replay.trace import Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,36 @@ class HitRate:
     def chunk_share(self) -> float:
         """Share of chunks that were found, 0 to 1."""
         return self.hit_chunks / self.asked_chunks if self.asked_chunks else 0.0
+
+
+class Tally:
+    """Counts what each request asked for and found."""
+
+    def __init__(self, chunk_tokens: int, num_warm_up: int) -> None:
+        """Count from request number ``num_warm_up`` on, 0 being the first."""
+        self._chunk_tokens = chunk_tokens
+        self._left_out = num_warm_up
+        self._asked_tokens = self._hit_tokens = self._asked_chunks = self._hit_chunks = 0
+
+    def count(self, request: TraceRequest, found: int) -> None:
+        """``found`` chunks at the start of the request's prompt were found."""
+        if self._left_out:
+            self._left_out -= 1
+            return
+        self._asked_tokens += request.num_tokens
+        self._hit_tokens += min(found * self._chunk_tokens, request.num_tokens)
+        self._asked_chunks += len(request.keys)
+        self._hit_chunks += found
+
+    def hit_rate(self, num_evictions: int) -> HitRate:
+        """The sums."""
+        return HitRate(
+            self._asked_tokens,
+            self._hit_tokens,
+            self._asked_chunks,
+            self._hit_chunks,
+            num_evictions,
+        )
 
 
 class SimulatedTier:
@@ -112,20 +142,19 @@ class SimulatedTier:
         return min(wanted, self._capacity - len(index))
 
 
-def replay(trace: Trace, policy: CachePolicy[bool], capacity: int) -> HitRate:
+def replay(
+    trace: Trace, policy: CachePolicy[bool], capacity: int, *, num_warm_up: int = 0
+) -> HitRate:
     """Run a workload through an empty tier.
 
     Args:
         trace: the workload.
         policy: a new policy.
         capacity: chunks that fit.
+        num_warm_up: requests at the start that fill the tier and are not counted.
     """
     tier = SimulatedTier(policy, capacity)
-    asked_tokens = hit_tokens = asked_chunks = hit_chunks = 0
+    tally = Tally(trace.chunk_tokens, num_warm_up)
     for request in trace.requests:
-        found = tier.serve(request.keys)
-        asked_tokens += request.num_tokens
-        hit_tokens += min(found * trace.chunk_tokens, request.num_tokens)
-        asked_chunks += len(request.keys)
-        hit_chunks += found
-    return HitRate(asked_tokens, hit_tokens, asked_chunks, hit_chunks, tier.num_evictions)
+        tally.count(request, tier.serve(request.keys))
+    return tally.hit_rate(tier.num_evictions)

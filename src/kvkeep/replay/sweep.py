@@ -94,7 +94,12 @@ def chunks_of_share(share: Fraction, footprint: int) -> int:
 
 
 def sweep(
-    trace: Trace, capacities: Sequence[int], policies: Sequence[str], report: Report
+    trace: Trace,
+    capacities: Sequence[int],
+    policies: Sequence[str],
+    report: Report,
+    *,
+    num_warm_up: int = 0,
 ) -> Sweep:
     """Replay a workload, each time from an empty pool.
 
@@ -103,6 +108,7 @@ def sweep(
         capacities: sizes of the pool, in chunks; equal ones are run once.
         policies: names out of :data:`POLICY_NAMES`.
         report: told before each run.
+        num_warm_up: requests at the start that fill the pool and are not counted.
     """
     check_policies(policies)
     footprint = trace.footprint()
@@ -113,13 +119,13 @@ def sweep(
         rates: dict[str, HitRate] = {}
         for name in policies:
             report(done, total, f"{name}, {chunks:,} chunks")
-            rates[name] = replay(trace, _new_policy(name), chunks)
+            rates[name] = replay(trace, new_policy(name), chunks, num_warm_up=num_warm_up)
             done += 1
         report(done, total, f"optimum, {chunks:,} chunks")
-        results.append(SizeResult(chunks, rates, optimum(trace, chunks)))
+        results.append(SizeResult(chunks, rates, optimum(trace, chunks, num_warm_up=num_warm_up)))
         done += 1
     report(done, total, "everything kept")
-    limit = optimum(trace, max(1, footprint))
+    limit = optimum(trace, max(1, footprint), num_warm_up=num_warm_up)
     return Sweep(len(trace.requests), limit.asked_tokens, footprint, limit, tuple(results))
 
 
@@ -145,7 +151,8 @@ def what_memory_buys(results: Sweep, policy: str, label: Callable[[int], str]) -
     )
 
 
-def _new_policy(name: str) -> CachePolicy[bool]:
+def new_policy(name: str) -> CachePolicy[bool]:
+    """A new policy out of :data:`POLICY_NAMES`, for a simulated tier."""
     if name == ProbationPolicy.name:
         return ProbationPolicy[bool]()
     # A policy never looks at the values that it orders.

@@ -30,7 +30,8 @@ class TraceRequest:
     Attributes:
         timestamp_ms: when it came, in milliseconds after the start of the recording.
         num_tokens: tokens of its prompt.
-        keys: its chunks in order; the last one may be shorter than a chunk.
+        keys: its chunks in order. Where they hold more tokens than the prompt has, the last one is
+            shorter than a chunk; where they hold fewer, the tail fills no chunk and is never kept.
     """
 
     timestamp_ms: int

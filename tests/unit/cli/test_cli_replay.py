@@ -93,7 +93,12 @@ def test_without_sizes_shares_are_taken(run, trace):
         (["--share", "1/0"], "write 1/16 or 0.25"),
         (["--share", "half"], "write 1/16 or 0.25"),
         (["--policy", "best"], "unknown cache policy 'best'"),
-        (["--block-bytes", "0B"], "more than nothing"),
+        (["--block-bytes", "0B"], "--block-bytes '0B': must be more than nothing"),
+        (["--warm-up", "1"], "at least 0 and below 1"),
+        (["--model", "/no/such"], "--model /no/such: cannot read"),
+        (["--disk", "1GiB"], "--disk has no effect without --real"),
+        (["--real", "--real-bytes", "5KiB"], "must be a multiple of 4KiB"),
+        (["--real", "--policy", "probation"], "leave --real out"),
         (["--block-tokens", "7"], "line 1: ValueError: 20 tokens do not fill 2 blocks"),
         (["--block-tokens", "0"], "block-tokens"),
     ],
@@ -110,9 +115,11 @@ def test_wrong_options_are_one_message_and_2(run, trace, arguments, words):
     "content, words",
     [
         (None, "No such file or directory"),
-        (b"", "has no requests"),
-        (b"[1]\n", "line 1"),
-        (b"\xff\xfe\n", "line 1"),
+        (b"", "no line is a request"),
+        (b"[1]\n", "no line is a request"),
+        (b"\xff\xfe\n", "no line is a request"),
+        (b'{"prompt_token_ids": [1]}\n', "has no requests that fill a block"),
+        (b'{"hash_ids": 1\n', "line 1"),
         (b'{"hash_ids": [1]}\n', "line 1: KeyError"),
     ],
 )
@@ -166,3 +173,71 @@ def test_what_cannot_be_drawn_is_refused(run, trace, number, target, words):
 
 def test_help_has_an_example(run):
     assert "Example: kvkeep replay trace.jsonl" in run("--help").stdout
+
+
+def test_the_warm_up_is_left_out_of_the_count(run, trace):
+    done = run(trace, *SMALL, "--size", "4MiB", "--policy", "lru", "--warm-up", "0.5", "--json")
+    [values] = json.loads(done.stdout)["traces"]
+    assert (values["warm_up_requests"], values["asked_tokens"]) == (5, 100)
+    assert values["sizes"][0]["policies"]["lru"]["token_share"] == 1.0
+    done = run(trace, *SMALL, "--size", "4MiB", "--warm-up", "0.5")
+    assert "the first 5 are not counted" in " ".join(done.stdout.split())
+
+
+def test_a_model_says_how_large_a_block_is(run, trace, tmp_path):
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run(trace, "--block-tokens", "10", "--size", "100KiB", "--model", tmp_path, "--json")
+    [values] = json.loads(done.stdout)["traces"]
+    assert values["block_bytes"] == 10 * 2 * 2 * 64 * 4
+
+
+def test_the_chart_fits_80_columns_and_names_policies_and_sizes(run, trace):
+    pytest.importorskip("plotext")
+    done = run(trace, *SMALL, "--size", "1MiB,2MiB,4MiB", "--policy", "lru,fifo", "--chart")
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    [top] = [number for number, line in enumerate(lines) if "prompt tokens found, %" in line]
+    drawn = "\n".join(lines[top : top + 17])
+    assert all(name in drawn for name in ("optimum", "lru", "fifo", "1.0 MiB", "4.0 MiB"))
+
+
+def test_a_chart_without_the_extra_says_how_to_get_it(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = run(tmp_path / "no such trace", "--chart")
+    assert done.exit_code == 2
+    assert "pip install 'kvkeep[plot]'" in done.stderr
+
+
+def test_real_bytes_are_compared_and_the_hit_rates_stand_side_by_side(run, trace):
+    arguments = [trace, *SMALL, "--size", "4MiB", "--policy", "lru", "--real", "--disk", "8MiB"]
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0
+    [real] = json.loads(done.stdout)["traces"][0]["real"]
+    assert real["found"]["hit_tokens"] == real["simulated"]["hit_tokens"] == 160
+    assert (real["wrong_chunks"], real["loaded_chunks"], real["disk_chunks"]) == (0, 16, 8)
+    done = run(*arguments)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "Each of the 16 blocks that were loaded was right." in " ".join(done.stdout.split())
+
+
+def test_a_wrong_byte_is_exit_code_1(run, trace, monkeypatch):
+    from kvkeep.gpu.paged import PagedGPUConnector
+
+    whole = PagedGPUConnector.batched_to_gpu
+
+    def spoil(self, objs, *arguments, **options):
+        if len(objs) > 1:  # the self-test moves one at a time
+            objs[0].array[5] ^= 1
+        whole(self, objs, *arguments, **options)
+
+    monkeypatch.setattr(PagedGPUConnector, "batched_to_gpu", spoil)
+    done = run(trace, *SMALL, "--size", "4MiB", "--policy", "lru", "--real")
+    assert done.exit_code == 1
+    assert "were not those of their tokens" in done.stdout

@@ -149,7 +149,7 @@ FILES = [
     by_command("a tier that is not there", "inspect {dir}/none", "none"),
     by_command("a folder that is no tier", "fsck {dir}", "{dir}"),
     by_command("a trace that is not there", "replay {dir}/t.jsonl", "t.jsonl"),
-    by_command("a trace of settings", "replay {file}", "{file}", "line 1"),
+    by_command("a trace of settings", "replay {file}", "{file}", "no line is a request"),
     by_command("a policy that there is not", "replay {file} --policy best", "'best'", "known:"),
     by_command("a pool without a unit", "replay {file} --size 64", "--size '64'", "20GiB"),
 ]
