@@ -12,15 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from kvkeep.config.base import Frozen
+from kvkeep.config.base import CodecName, Frozen, lower
+from kvkeep.config.cost import CostSettings
 from kvkeep.config.observing import LogSettings, MetricsSettings, TracingSettings
 from kvkeep.config.prefetch import LoadSettings, PrefetchSettings
 from kvkeep.config.ranks import RanksSettings
+from kvkeep.config.remote import RemoteSettings
 from kvkeep.config.units import DurationSeconds, SizeBytes, SizeBytesOrZero, Threads, Tokens
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _sorted_pairs(value: object) -> object:
@@ -51,14 +49,8 @@ def _as_tuple(value: object) -> object:
 _POLICY_NAMES = ["fifo", "lru", "lfu", "mru", "reuse"]
 PolicyName = Annotated[
     Literal["fifo", "lru", "lfu", "mru", "reuse"],
-    BeforeValidator(_lower),
+    BeforeValidator(lower),
     WithJsonSchema({"enum": [*_POLICY_NAMES, *(name.upper() for name in _POLICY_NAMES)]}),
-]
-_CODEC_NAMES = ["raw", "zstd", "fp8", "int8"]
-CodecName = Annotated[
-    Literal["raw", "zstd", "fp8", "int8"],
-    BeforeValidator(_lower),
-    WithJsonSchema({"enum": [*_CODEC_NAMES, *(name.upper() for name in _CODEC_NAMES)]}),
 ]
 Tags = Annotated[
     tuple[tuple[str, str], ...],
@@ -138,7 +130,7 @@ class CpuSettings(Frozen):
         1,
         ge=1,
         le=256,
-        description="Threads that copy between a paged engine's memory and the pool.",
+        description="Threads that copy between the engine's memory and the pool, on the CPU.",
     )
 
 
@@ -278,9 +270,11 @@ class Settings(Frozen):
     )
     cpu: CpuSettings = Field(default_factory=CpuSettings)
     disk: DiskSettings = Field(default_factory=DiskSettings)
+    remote: RemoteSettings = Field(default_factory=RemoteSettings)
     lookup: LookupSettings = Field(default_factory=LookupSettings)
     prefetch: PrefetchSettings = Field(default_factory=PrefetchSettings)
     load: LoadSettings = Field(default_factory=LoadSettings)
+    cost: CostSettings = Field(default_factory=CostSettings)
     ranks: RanksSettings = Field(default_factory=RanksSettings)
     identity: IdentitySettings = Field(default_factory=IdentitySettings)
     health: HealthSettings = Field(default_factory=HealthSettings)
@@ -296,7 +290,7 @@ class Settings(Frozen):
     @property
     def has_slow_tier(self) -> bool:
         """There is a tier below the memory."""
-        return self.disk.path is not None or bool(self.plugins)
+        return self.disk.path is not None or self.remote.is_on or bool(self.plugins)
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:

@@ -9,37 +9,19 @@ that changes.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvkeep.errors import LayoutError
 from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
+from kvkeep.gpu.dense_copy import DenseTransfer, Layers
 from kvkeep.gpu.selftest import run_self_test
 from kvkeep.gpu.slots import Int64Array, slots_as_array, slots_of
-from kvkeep.gpu.threads import CopyThreads
+from kvkeep.gpu.threads import CopyThreads, Job
 from kvkeep.gpu.views import describe
 from kvkeep.layout import KVLayout, MemoryFormat
 from kvkeep.memory.base import MemoryObj
-
-#: K and V of each layer (the latent alone for KV_MLA_FMT), [slots, heads, head size] each.
-_Layers = list[tuple[torch.Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the tokens of a chunk are.
-
-    Attributes:
-        chunk: [2 or 1, layers, tokens, heads, head size], a view of pool memory.
-        rows: tokens of the chunk that move, None for all.
-        slots: their slots, a slice where they are neighbours.
-    """
-
-    chunk: torch.Tensor
-    rows: torch.Tensor | None
-    slots: torch.Tensor | slice
 
 
 class DenseGPUConnector(GPUConnectorInterface):
@@ -48,11 +30,12 @@ class DenseGPUConnector(GPUConnectorInterface):
     Any strides will do. With KV_MLA_FMT each layer is one tensor [slots, 1, latent].
     """
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, *, copy_threads: int = 1) -> None:
         """Nothing is allocated and no thread started.
 
         Args:
             layout: the declared layout: KV_2LTD or KV_MLA_FMT, page size 1, one group of layers.
+            copy_threads: threads that copy, the caller's included.
 
         Raises:
             LayoutError: the layout is of another kind or contradicts itself.
@@ -72,7 +55,7 @@ class DenseGPUConnector(GPUConnectorInterface):
             )
         self.layout = layout
         self._hidden = hidden
-        self._threads = CopyThreads(1)
+        self._threads = CopyThreads(copy_threads)
         self._registered: KVCaches | None = None
 
     def chunk_shape(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, MemoryFormat]:
@@ -101,11 +84,8 @@ class DenseGPUConnector(GPUConnectorInterface):
         offset: int = 0,
     ) -> None:
         """See :meth:`GPUConnectorInterface.batched_from_gpu`."""
-        layers = self._see(kvcaches)
-        slots = self._slots(starts, ends, slot_mapping, offset)
-        places = self._places(memory_objs, slots, len(layers[0][0]), skip=False)
-        for layer in range(self.layout.num_layers):
-            _copy_out(layers, places, layer)
+        where = (kvcaches, slot_mapping, offset)
+        self._copy_all(self._transfer(memory_objs, starts, ends, where, to_engine=False))
 
     def batched_to_gpu(
         self,
@@ -118,11 +98,8 @@ class DenseGPUConnector(GPUConnectorInterface):
         offset: int = 0,
     ) -> None:
         """See :meth:`GPUConnectorInterface.batched_to_gpu`."""
-        layers = self._see(kvcaches)
-        slots = self._slots(starts, ends, slot_mapping, offset)
-        places = self._places(memory_objs, slots, len(layers[0][0]), skip=True)
-        for layer in range(self.layout.num_layers):
-            _copy_in(layers, places, layer)
+        where = (kvcaches, slot_mapping, offset)
+        self._copy_all(self._transfer(memory_objs, starts, ends, where, to_engine=True))
 
     def layerwise_from_gpu(
         self,
@@ -135,13 +112,12 @@ class DenseGPUConnector(GPUConnectorInterface):
         offset: int = 0,
     ) -> Generator[None, None, None]:
         """See :meth:`GPUConnectorInterface.layerwise_from_gpu`; wrong arguments raise at once."""
-        layers = self._see(kvcaches)
-        slots = self._slots(starts, ends, slot_mapping, offset)
-        places = self._places(memory_objs, slots, len(layers[0][0]), skip=False)
+        where = (kvcaches, slot_mapping, offset)
+        transfer = self._transfer(memory_objs, starts, ends, where, to_engine=False)
 
         def copy_layers() -> Generator[None, None, None]:
             for layer in range(self.layout.num_layers):
-                _copy_out(layers, places, layer)
+                self._threads.run(self._layer_jobs(transfer, layer))
                 yield
 
         return copy_layers()
@@ -157,11 +133,10 @@ class DenseGPUConnector(GPUConnectorInterface):
         offset: int = 0,
     ) -> Generator[None, None, None]:
         """See :meth:`GPUConnectorInterface.layerwise_to_gpu`; wrong arguments raise at once."""
-        layers = self._see(kvcaches)
-        slots = self._slots(starts, ends, slot_mapping, offset)
-        places = self._places(memory_objs, slots, len(layers[0][0]), skip=True)
+        where = (kvcaches, slot_mapping, offset)
+        transfer = self._transfer(memory_objs, starts, ends, where, to_engine=True)
         return self._threads.ahead(
-            self.layout.num_layers, lambda layer: [lambda: _copy_in(layers, places, layer)]
+            self.layout.num_layers, lambda layer: self._layer_jobs(transfer, layer)
         )
 
     def close(self) -> None:
@@ -169,14 +144,14 @@ class DenseGPUConnector(GPUConnectorInterface):
         self._threads.close()
         self._registered = None
 
-    def _see(self, kvcaches: KVCaches | None) -> _Layers:
+    def _see(self, kvcaches: KVCaches | None) -> Layers:
         """The tensors of each layer, checked against the declared layout."""
         caches = kvcaches if kvcaches is not None else self._registered
         if caches is None:
             raise ValueError("no KV caches were given and none are registered")
         if len(caches) != self.layout.num_layers:
             raise LayoutError(f"{len(caches)} KV caches for the layers of {self.layout}")
-        layers: _Layers = []
+        layers: Layers = []
         content = (self.layout.num_kv_heads, self.layout.head_size)
         for number, entry in enumerate(caches):
             layer = (entry,) if isinstance(entry, torch.Tensor) else tuple(entry)
@@ -205,62 +180,42 @@ class DenseGPUConnector(GPUConnectorInterface):
         slots = slots_as_array(slot_mapping)
         return [(start, slots_of(slots, start, end, offset)) for start, end in pairs]
 
-    def _places(
+    def _transfer(
         self,
         memory_objs: Sequence[MemoryObj],
-        slots: list[tuple[int, Int64Array]],
-        num_slots: int,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        where: tuple[KVCaches | None, torch.Tensor | None, int],
         *,
-        skip: bool,
-    ) -> list[_Place]:
-        places: list[_Place] = []
+        to_engine: bool,
+    ) -> DenseTransfer:
+        """Check the arguments and plan the copies; ``where`` is caches, slot mapping, offset."""
+        kvcaches, slot_mapping, offset = where
+        layers = self._see(kvcaches)
+        num_slots = len(layers[0][0])
+        slots = self._slots(starts, ends, slot_mapping, offset)
         for obj, (start, found) in zip(memory_objs, slots, strict=True):
-            wrong = (found >= num_slots) | (found < (-1 if skip else 0))
+            wrong = (found >= num_slots) | (found < (-1 if to_engine else 0))
             if wrong.any():
                 at = int(np.argmax(wrong))
                 raise ValueError(
                     f"token {start + at} has slot {int(found[at])}, slots are 0 to {num_slots - 1}"
                 )
-            shape, _, _ = self.chunk_shape(len(found))
-            if tuple(obj.metadata.shape) != shape:
+            if tuple(obj.metadata.shape) != self.chunk_shape(len(found))[0]:
                 raise ValueError(f"{len(found)} tokens do not fill an object of {obj.metadata}")
-            heads = (self.layout.num_kv_heads, self.layout.head_size)
-            chunk = obj.tensor.view(*shape[:-1], *heads)
-            kept = np.flatnonzero(found >= 0)
-            rows = None if len(kept) == len(found) else torch.from_numpy(kept)
-            places.append(_Place(chunk, rows, _as_index(found[kept])))
-        return places
+        numbers = [found for _, found in slots]
+        return DenseTransfer(layers, memory_objs, numbers, to_engine=to_engine)
+
+    def _copy_all(self, transfer: DenseTransfer) -> None:
+        chunks = range(len(transfer))
+        parts = self._threads.split(self.layout.num_layers)
+        self._threads.run([_job(transfer, layers, chunks) for layers in parts])
+
+    def _layer_jobs(self, transfer: DenseTransfer, layer: int) -> list[Job]:
+        """One layer in as many jobs as there are threads."""
+        one = range(layer, layer + 1)
+        return [_job(transfer, one, part) for part in self._threads.split(len(transfer))]
 
 
-def _as_index(slots: Int64Array) -> torch.Tensor | slice:
-    """A slice where slots are neighbours, else their numbers."""
-    if len(slots) and bool((np.diff(slots) == 1).all()):
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return torch.from_numpy(slots)
-
-
-def _copy_out(layers: _Layers, places: list[_Place], layer: int) -> None:
-    """Copy one layer of each chunk out of the engine."""
-    with torch.inference_mode():  # the mode belongs to the thread, and caches may be made in it
-        for place in places:
-            for part, tensor in enumerate(layers[layer]):
-                place.chunk[part, layer].copy_(tensor[_on(place.slots, tensor)])
-
-
-def _copy_in(layers: _Layers, places: list[_Place], layer: int) -> None:
-    """Copy one layer of each chunk into the engine."""
-    with torch.inference_mode():
-        for place in places:
-            for part, tensor in enumerate(layers[layer]):
-                source = place.chunk[part, layer]
-                if place.rows is not None:
-                    source = source[place.rows]
-                index = _on(place.slots, tensor)
-                if isinstance(index, slice):
-                    tensor[index].copy_(source)
-                else:
-                    tensor.index_copy_(0, index, source.to(tensor.device))
-
-
-def _on(index: torch.Tensor | slice, tensor: torch.Tensor) -> torch.Tensor | slice:
-    return index if isinstance(index, slice) else index.to(tensor.device)
+def _job(transfer: DenseTransfer, layers: range, chunks: range) -> Job:
+    return lambda: transfer.copy(layers, chunks)

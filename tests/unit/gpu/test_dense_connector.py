@@ -16,26 +16,30 @@ def dense_layout(dtype: str = "float32", layers: int = LAYERS) -> KVLayout:
     return KVLayout(MemoryFormat.KV_2LTD, dtype, 1, (group,), HEADS, SIZE, "test")
 
 
-def make_caches(slots: int, dtype: torch.dtype = torch.float32, *, heads_first: bool = False):
+def make_caches(slots: int, dtype: torch.dtype = torch.float32, *, first: str = "slots"):
+    """Random caches; ``first`` says what is the outermost dimension in memory."""
     generator = torch.Generator().manual_seed(3)
     caches = []
     for _ in range(LAYERS):
         pair = []
         for _ in range(2):
-            shape = (HEADS, slots, SIZE) if heads_first else (slots, HEADS, SIZE)
-            values = torch.randn(shape, generator=generator).to(dtype)
-            pair.append(values.permute(1, 0, 2) if heads_first else values)
+            values = torch.randn((slots, HEADS, SIZE), generator=generator).to(dtype)
+            if first == "heads":
+                values = values.transpose(0, 1).contiguous().transpose(0, 1)
+            elif first == "elements":
+                values = values.transpose(0, 2).contiguous().transpose(0, 2)
+            pair.append(values)
         caches.append(tuple(pair))
     return caches
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("first", ["slots", "heads", "elements"])
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_out_and_in(dtype: str, heads_first: bool, layerwise: bool, mapped: bool, make_chunks):
-    gpu = DenseGPUConnector(dense_layout(dtype))
-    caches = make_caches(20, getattr(torch, dtype), heads_first=heads_first)
+def test_out_and_in(dtype: str, first: str, layerwise: bool, mapped: bool, make_chunks):
+    gpu = DenseGPUConnector(dense_layout(dtype), copy_threads=2 if mapped else 1)
+    caches = make_caches(20, getattr(torch, dtype), first=first)
     chunks = make_chunks(gpu, [8, 5])
     slots = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:13] if mapped else None
     used = slots if slots is not None else torch.arange(13)
@@ -64,7 +68,7 @@ def test_out_and_in(dtype: str, heads_first: bool, layerwise: bool, mapped: bool
 def test_the_stored_bytes_do_not_depend_on_strides(make_chunks) -> None:
     gpu = DenseGPUConnector(dense_layout())
     first, second = make_chunks(gpu, [8, 8])
-    caches = make_caches(8, heads_first=True)
+    caches = make_caches(8, first="heads")
     gpu.from_gpu(first, 0, 8, kvcaches=caches, slot_mapping=None)
     straight = [tuple(t.contiguous() for t in pair) for pair in caches]
     gpu.from_gpu(second, 0, 8, kvcaches=straight, slot_mapping=None)

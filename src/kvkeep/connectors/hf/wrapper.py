@@ -89,7 +89,7 @@ def attach(
         salt=salt,
         tags=settings.identity.tags,
     )
-    connector = DenseGPUConnector(caches.layout)
+    connector = DenseGPUConnector(caches.layout, copy_threads=settings.cpu.copy_threads)
     connector.register_kv_caches(caches.allocate(SELF_TEST_TOKENS))
     device = torch.device(model.device)
     place = WorkerPlace(cuda_device=device.index if device.type == "cuda" else None)

@@ -1,0 +1,148 @@
+"""DenseTransfer: the copies of one call between dense caches and chunks.
+
+Made by :class:`~kvkeep.gpu.dense.DenseGPUConnector`, once per call; its parts may be copied from
+several threads at once. On the CPU tokens move as rows of bytes with numpy (``host.py``), which
+copies at the speed of ``memmove`` where torch's copies reach a half of it; torch moves them on
+every other device, and where the elements of a head are not neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvkeep.gpu import host
+from kvkeep.gpu.slots import Int64Array, segments_of
+from kvkeep.memory.base import MemoryObj
+
+#: K and V of each layer (the latent alone for KV_MLA_FMT), [slots, heads, head size] each.
+Layers = list[tuple[torch.Tensor, ...]]
+#: The same as bytes: [slots, bytes of a token] where heads are neighbours, else [slots, heads,
+#: bytes of a head].
+HostLayers = list[tuple[host.ByteArray, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the tokens of a chunk are, for torch.
+
+    Attributes:
+        chunk: [2 or 1, layers, tokens, heads, head size], a view of pool memory.
+        rows: tokens of the chunk that move, None for all.
+        slots: their slots, a slice where they are neighbours.
+    """
+
+    chunk: torch.Tensor
+    rows: torch.Tensor | None
+    slots: torch.Tensor | slice
+
+
+class DenseTransfer:
+    """Which tokens of which caches belong to which part of which chunk."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        objs: Sequence[MemoryObj],
+        slots: Sequence[Int64Array],
+        *,
+        to_engine: bool,
+    ) -> None:
+        """Plan the copies.
+
+        Args:
+            layers: the caches.
+            objs: the chunks, of as many layers and tokens.
+            slots: of each chunk's tokens; negative where a token does not move.
+            to_engine: the direction.
+        """
+        self._layers = layers
+        self._to_engine = to_engine
+        self._host = as_bytes(layers)
+        self._moves: list[tuple[list[host.Move], host.ByteArray]] = []
+        self._places: list[_Place] = []
+        if self._host is None:
+            heads = tuple(layers[0][0].shape[1:])
+            self._places = [
+                _place(obj, found, heads) for obj, found in zip(objs, slots, strict=True)
+            ]
+            return
+        content = self._host[0][0].shape[1:]
+        for obj, found in zip(objs, slots, strict=True):
+            # in memory: layers, 2 or 1, tokens, hidden (docs/adr/0002)
+            shape = (len(layers), len(layers[0]), len(found), *content)
+            self._moves.append((host.moves_of(segments_of(found), 1), obj.array.reshape(shape)))
+
+    def __len__(self) -> int:
+        """Number of chunks."""
+        return len(self._moves) + len(self._places)
+
+    def copy(self, layers: range, chunks: range) -> None:
+        """Copy some layers of some chunks."""
+        if self._host is not None:
+            copy = host.scatter if self._to_engine else host.gather
+            some = self._moves[chunks.start : chunks.stop]
+            for layer in layers:
+                for part, rows in enumerate(self._host[layer]):
+                    for moves, chunk in some:
+                        copy(rows, moves, chunk[layer, part])
+            return
+        move = _copy_in if self._to_engine else _copy_out
+        with torch.inference_mode():  # the mode belongs to the thread; caches may be made in it
+            for layer in layers:
+                for place in self._places[chunks.start : chunks.stop]:
+                    move(self._layers[layer], place, layer)
+
+
+def as_bytes(layers: Layers) -> HostLayers | None:
+    """The caches as bytes, or None where numpy cannot see them so."""
+    result: HostLayers = []
+    for layer in layers:
+        if any(tensor.device.type != "cpu" or tensor.stride(-1) != 1 for tensor in layer):
+            return None
+        result.append(tuple(tensor.detach().view(torch.uint8).numpy() for tensor in layer))
+    size = result[0][0].shape[-1]
+    arrays = [array for layer in result for array in layer]
+    if all(array.shape[1] == 1 or array.strides[1] == size for array in arrays):
+        return [tuple(array.reshape(len(array), -1) for array in layer) for layer in result]
+    return result
+
+
+def _place(obj: MemoryObj, slots: Int64Array, heads: tuple[int, ...]) -> _Place:
+    kept = np.flatnonzero(slots >= 0)
+    rows = None if len(kept) == len(slots) else torch.from_numpy(kept)
+    chunk = obj.tensor
+    return _Place(chunk.view(*chunk.shape[:-1], *heads), rows, _as_index(slots[kept]))
+
+
+def _as_index(slots: Int64Array) -> torch.Tensor | slice:
+    """A slice where slots are neighbours, else their numbers."""
+    if len(slots) and bool((np.diff(slots) == 1).all()):
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return torch.from_numpy(slots)
+
+
+def _copy_out(tensors: tuple[torch.Tensor, ...], place: _Place, layer: int) -> None:
+    """Copy one layer of a chunk out of the engine."""
+    for part, tensor in enumerate(tensors):
+        place.chunk[part, layer].copy_(tensor[_on(place.slots, tensor)])
+
+
+def _copy_in(tensors: tuple[torch.Tensor, ...], place: _Place, layer: int) -> None:
+    """Copy one layer of a chunk into the engine."""
+    for part, tensor in enumerate(tensors):
+        source = place.chunk[part, layer]
+        if place.rows is not None:
+            source = source[place.rows]
+        index = _on(place.slots, tensor)
+        if isinstance(index, slice):
+            tensor[index].copy_(source)
+        else:
+            tensor.index_copy_(0, index, source.to(tensor.device))
+
+
+def _on(index: torch.Tensor | slice, tensor: torch.Tensor) -> torch.Tensor | slice:
+    return index if isinstance(index, slice) else index.to(tensor.device)
