@@ -50,6 +50,7 @@ LAYERS = {
     "manager": 5,
     "opening_pool": 5,
     "opening_disk": 5,
+    "opening_remote": 5,
     "opening_prefetch": 5,
     "opening_codecs": 5,
     "observing": 5,

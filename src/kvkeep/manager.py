@@ -30,6 +30,7 @@ from kvkeep.opening_disk import open_disk
 from kvkeep.opening_pool import open_pool, start_prefault
 from kvkeep.opening_prefetch import prefetch_options
 from kvkeep.opening_ranks import open_ranks
+from kvkeep.opening_remote import open_remote
 from kvkeep.policy.names import create_policy
 from kvkeep.storage.health import HealthTimer
 from kvkeep.storage.manager import StorageManager
@@ -84,13 +85,13 @@ class CacheManager:
             place: where the worker stands among others, and on which device.
             ranks_socket: where the ranks of this engine meet, in a directory that is private to
                 the user; see :func:`kvkeep.opening_ranks.open_ranks`.
-            extra_backends: tiers below the CPU and disk tiers, in order, above the plugins.
+            extra_backends: tiers below kvkeep's own, in order, above the plugins.
 
         Raises:
             ConfigError: the chunk size of the settings is not the identity's, the machine cannot
-                give the pool that the settings ask for, a codec cannot encode this engine's KV, or
-                a plugin cannot be built.
-            MissingExtraError: the settings ask for spans, and OpenTelemetry is not installed.
+                give the pool that the settings ask for, a codec cannot encode this engine's KV, the
+                remote store's URL is wrong, or a plugin cannot be built.
+            MissingExtraError: the settings ask for spans or a store whose library is missing.
             LayoutError: the connector moves another layout than the identity names, or a chunk is
                 no whole number of pages.
             RankError: rank 0 cannot be found by the others.
@@ -123,9 +124,11 @@ class CacheManager:
                 opened.callback(ranks.close)
             if not place.is_passive:
                 disk = open_disk(settings, first, identity, metrics, codec=codecs["disk"])
-                if disk is not None:
-                    opened.callback(disk.close)
-                    tiers.append(disk)
+                _add(disk, tiers, opened)
+                remote = open_remote(
+                    settings, first, identity, metrics, codec=codecs["remote"], kv=connector
+                )
+                _add(remote, tiers, opened)
                 _open_further_tiers(settings, tiers, extra_backends, opened)
             storage = StorageManager(
                 tiers,
@@ -179,6 +182,15 @@ def _start_timer(settings: Settings, engine: CacheEngine, metrics: Metrics) -> H
     )
 
 
+def _add(
+    tier: StorageBackendInterface | None, tiers: list[StorageBackendInterface], opened: ExitStack
+) -> None:
+    """Add a tier, if there is one; ``opened`` closes it."""
+    if tier is not None:
+        opened.callback(tier.close)
+        tiers.append(tier)
+
+
 def _open_further_tiers(
     settings: Settings,
     tiers: list[StorageBackendInterface],
@@ -188,9 +200,7 @@ def _open_further_tiers(
     """Add the caller's tiers and the plugins to ``tiers``; ``opened`` closes what was made."""
     first = tiers[0].get_allocator_backend()
     for make in extra_backends:
-        tiers.append(make(first))
-        opened.callback(tiers[-1].close)
+        _add(make(first), tiers, opened)
     for plugin in settings.plugins:
         taken = [tier.name for tier in tiers]
-        tiers.append(build_plugin(plugin, first, taken=taken))
-        opened.callback(tiers[-1].close)
+        _add(build_plugin(plugin, first, taken=taken), tiers, opened)

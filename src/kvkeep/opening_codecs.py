@@ -29,7 +29,7 @@ def open_codecs(settings: Settings, layout: KVLayout, element: str | None) -> di
     Raises:
         ConfigError: a codec cannot encode this engine's KV; says which can.
     """
-    names = {"disk": settings.disk.codec}
+    names = {"disk": settings.disk.codec, "remote": settings.remote.codec}
     return {
         tier: choose_codec(name, layout, element=element, setting=f"{tier}.codec")
         for tier, name in names.items()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from kvkeep.config.load import LoadedSettings, env_name, setting_fields
 from kvkeep.config.settings import PluginSettings, Settings
+from kvkeep.config.store_url import RemoteURL
 from kvkeep.config.units import Unit, format_duration, format_size
-from kvkeep.config.wording import SECRET
+from kvkeep.config.wording import MASKED, SECRET
 
 #: Where a setting that was not given has its value from.
 DEFAULT_ORIGIN = "default"
@@ -53,7 +54,9 @@ def explain(loaded: LoadedSettings) -> list[ExplainedSetting]:
         for part in name.split("."):
             value = getattr(value, part)
         unit = next(_units((*field.metadata, field.annotation)), "")
-        plain = _plain(value, secret=name in SECRET)
+        if name in MASKED and isinstance(value, str):
+            value = RemoteURL.parse(value).masked
+        plain = _plain(value, secret=name in SECRET - MASKED)
         explained.append(
             ExplainedSetting(
                 name=name,

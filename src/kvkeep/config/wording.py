@@ -21,7 +21,9 @@ FORMS = {
     "plugins": "a list like [{name: mine, module: package.module:Class}]",
 }
 #: Settings that may hold secrets, so that no message shows their values.
-SECRET = frozenset({"plugins", "metrics.token"})
+SECRET = frozenset({"plugins", "metrics.token", "remote.url"})
+#: Those that are URLs, of which all but the secrets in them may be shown.
+MASKED = frozenset({"remote.url"})
 #: By pattern, what it allows.
 _PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,179}$": "letters, digits, dots, dashes and underscores alone",

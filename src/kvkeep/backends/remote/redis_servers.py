@@ -14,7 +14,12 @@ from typing import Any
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.connection import (
+    ConnectionPool,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    _RESP2Parser,
+)
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -213,6 +218,9 @@ def _settings(url: RemoteURL, options: ConnectorOptions) -> dict[str, Any]:
         "socket_connect_timeout": options.connect_timeout_s,
         "socket_timeout": options.connect_timeout_s,  # of greetings; calls have their own deadline
         "protocol": 2,
+        # Large values never reach the parser. This one, unlike that of hiredis, does not take a
+        # session ticket of TLS for an answer that nobody asked for.
+        "parser_class": _RESP2Parser,
         "driver_info": None,
         "retry": Retry(NoBackoff(), 0),
     }
