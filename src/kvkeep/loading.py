@@ -153,7 +153,7 @@ class OpenLoad:
             How many chunks the tiers said that they have.
         """
         storage = self._parts.storage_manager
-        runs = storage.get_block_mapping(keys)
+        runs = storage.get_block_mapping(keys, to_load=True)
         located = runs[-1].end if runs else 0
         own = storage.allocator_backend.name
         objs: list[MemoryObj | None] = [None] * located

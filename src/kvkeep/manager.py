@@ -32,6 +32,7 @@ from kvkeep.opening_prefetch import prefetch_options
 from kvkeep.opening_ranks import open_ranks
 from kvkeep.opening_remote import open_remote
 from kvkeep.policy.names import create_policy
+from kvkeep.storage.cost import CostOptions
 from kvkeep.storage.health import HealthTimer
 from kvkeep.storage.manager import StorageManager
 from kvkeep.tokens import ChunkedTokenDatabase
@@ -135,6 +136,12 @@ class CacheManager:
                 allocator_backend=first,
                 metrics=metrics,
                 lease_timeout_s=settings.lookup.lease,
+                cost=CostOptions(
+                    chunk_tokens=settings.chunk_size,
+                    chunk_bytes=chunk_bytes,
+                    enabled=settings.cost.enabled,
+                    retry_s=settings.cost.retry,
+                ),
                 prefetching=prefetch_options(settings, first, chunk_bytes),
             )
             engine = CacheEngine(

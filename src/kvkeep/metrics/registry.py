@@ -166,6 +166,10 @@ class Metrics:
         self._observe("kvkeep_transfer_bytes", num_bytes, tier, direction)
         self._observe("kvkeep_transfer_seconds", seconds, tier, direction)
 
+    def tier_skipped(self, tier: str, cause: str, tokens: int) -> None:
+        """``tier`` was not asked for ``tokens`` tokens."""
+        self._add("kvkeep_tier_skipped_tokens", tokens, tier, cause)
+
     def evicted(self, tier: str, chunks: int) -> None:
         """The policy of ``tier`` gave up ``chunks`` chunks."""
         self._add("kvkeep_evictions", chunks, tier)
@@ -208,6 +212,17 @@ class Metrics:
     def watch_bypass(self, tier: str, is_bypassed: Callable[[], float]) -> None:
         """Read the gauge ``kvkeep_backend_bypassed`` of ``tier`` from ``is_bypassed``."""
         self._watch("kvkeep_backend_bypassed", is_bypassed, tier)
+
+    def watch_prefill(self, rate: Callable[[], float]) -> None:
+        """Read the gauge ``kvkeep_prefill_tokens_per_second`` from ``rate``."""
+        self._watch("kvkeep_prefill_tokens_per_second", rate)
+
+    def watch_load(
+        self, tier: str, *, rate: Callable[[], float], start_s: Callable[[], float]
+    ) -> None:
+        """Read the gauges of what is expected of ``tier`` from these two."""
+        self._watch("kvkeep_expected_load_bytes_per_second", rate, tier)
+        self._watch("kvkeep_expected_load_start_seconds", start_s, tier)
 
     def watch_breaker(self, tier: str, direction: str, is_open: Callable[[], float]) -> None:
         """Read the gauge ``kvkeep_breaker_open`` of ``tier`` from ``is_open``."""

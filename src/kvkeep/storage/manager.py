@@ -26,6 +26,7 @@ from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
 from kvkeep.storage.clearing import Clearing
+from kvkeep.storage.cost import CostOptions, CostRule
 from kvkeep.storage.guard import BackendGuard
 from kvkeep.storage.leases import LeaseTable
 from kvkeep.storage.pool_access import PoolAccess
@@ -46,6 +47,7 @@ class StorageManager(PoolAccess):
         metrics: Metrics,
         lease_timeout_s: float = 300.0,
         prefetching: PrefetchOptions | None = None,
+        cost: CostOptions | None = None,
     ) -> None:
         """Join tiers, and own them: :meth:`close` closes them.
 
@@ -55,6 +57,7 @@ class StorageManager(PoolAccess):
             metrics: where failures, drops and expired leases are counted.
             lease_timeout_s: seconds until a lease that nobody claims is taken back.
             prefetching: bounds of lookups that are answered later; None for the usual ones.
+            cost: what a chunk is, to know which tiers pay; None asks all of them.
 
         Raises:
             ValueError: two backends have one name.
@@ -69,13 +72,15 @@ class StorageManager(PoolAccess):
         self.metrics = metrics
         super().__init__(allocator_backend, BackendGuard(metrics))
         self._clearing = Clearing(self._tiers, self._guard)
-        self._search = PrefixSearch(self._tiers, self._guard)
-        self._transfer = Transfer(self._tiers, allocator_backend, self._guard, metrics)
+        self.cost = CostRule(cost or CostOptions(enabled=False), metrics)
+        self._search = PrefixSearch(self._tiers, self._guard, self.cost)
+        self._transfer = Transfer(self._tiers, self._guard, metrics, self.cost)
         self._prefetcher = Prefetcher(
             self._tiers,
             allocator_backend,
             guard=self._guard,
             transfer=self._transfer,
+            cost=self.cost,
             leases=self.leases,
             metrics=metrics,
             options=prefetching or PrefetchOptions(),
@@ -84,6 +89,7 @@ class StorageManager(PoolAccess):
         metrics.watch_leases(self.leases.__len__)
         for name in self.storage_backends:
             metrics.watch_bypass(name, partial(self._tiers.is_bypassed, name))
+            self.cost.watch(name)
         if isinstance(allocator_backend, LocalCPUBackend) and not allocator_backend.before_evict:
             allocator_backend.before_evict = self.leases.reap
 
@@ -176,6 +182,7 @@ class StorageManager(PoolAccess):
         search_range: Collection[str] | None = None,
         *,
         pin: Lease | None = None,
+        to_load: bool = False,
     ) -> list[LocatedRun]:
         """Which tier holds which chunk of a prefix.
 
@@ -183,6 +190,7 @@ class StorageManager(PoolAccess):
             keys: the chunks of a prompt in order.
             search_range: names of the tiers to ask; all if None.
             pin: a lease that becomes the owner of a pin on each chunk that is found.
+            to_load: leave out tiers from which loading would not pay, as with ``pin``.
 
         Returns:
             Runs without gaps from the first chunk on; chunks after the last run are nowhere.
@@ -190,7 +198,7 @@ class StorageManager(PoolAccess):
         Raises:
             ValueError: a tier in ``search_range`` does not exist.
         """
-        return self._search.locate(keys, search_range, pin)
+        return self._search.locate(keys, search_range, pin, to_load=to_load or pin is not None)
 
     def get(self, key: ChunkKey) -> MemoryObj | None:
         """A chunk from the first tier that has it, with a reference for the caller."""

@@ -21,6 +21,7 @@ from kvkeep.keys import ChunkKey
 from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
 from kvkeep.storage.calls import CallThreads
+from kvkeep.storage.cost import CostRule
 from kvkeep.storage.events import EventManager, EventStatus, EventType
 from kvkeep.storage.fetch import TierCaller
 from kvkeep.storage.guard import BackendGuard
@@ -111,6 +112,7 @@ class Prefetcher:
         transfer: Transfer,
         leases: LeaseTable,
         metrics: Metrics,
+        cost: CostRule,
         options: PrefetchOptions,
     ) -> None:
         """No thread yet.
@@ -122,6 +124,7 @@ class Prefetcher:
             transfer: puts what arrives into ``first``.
             leases: where answered lookups keep what they found.
             metrics: where outcomes are counted.
+            cost: says from which tiers loading pays.
             options: bounds.
         """
         self.events = EventManager()
@@ -146,7 +149,7 @@ class Prefetcher:
             for name, threads in self._threads.items()
         }
         room = PrefetchRoom(options.max_chunks)
-        self._roads = Roads(first, callers, guard, transfer, room, options.window_chunks)
+        self._roads = Roads(first, callers, guard, transfer, cost, room, options.window_chunks)
         self._running: dict[Future[Prefetched], asyncio.Task[None]] = {}  # of the I/O thread
 
     def lookup(
@@ -265,6 +268,7 @@ class Prefetcher:
             outcome = "done"
         except TimeoutError:
             outcome = "deadline"
+            travel.note_late()
             travel.pin_present(len(job.keys))
         except asyncio.CancelledError:
             outcome = "stopped"

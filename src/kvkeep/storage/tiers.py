@@ -20,7 +20,7 @@ class Tiers:
         backends: Sequence[StorageBackendInterface],
         allocator_backend: AllocatorBackendInterface,
     ) -> None:
-        """All take part at first.
+        """All take part at first. ``first`` is the tier in whose memory chunks are loaded.
 
         Args:
             backends: in order of priority.
@@ -37,7 +37,7 @@ class Tiers:
         self.frozen = False
         self._unhealthy: frozenset[str] = frozenset()  # written with _lock
         self._owing: frozenset[str] = frozenset()  # written with _lock
-        self._allocator_backend = allocator_backend
+        self.first = allocator_backend
         self._lock = threading.Lock()
 
     def set_bypassed(self, name: str, bypassed: bool) -> None:
@@ -102,5 +102,5 @@ class Tiers:
         """The active tiers that may be searched and read: when frozen, the allocator's own only."""
         tiers = self.active(names)
         if self.frozen:
-            return [backend for backend in tiers if backend is self._allocator_backend]
+            return [backend for backend in tiers if backend is self.first]
         return tiers

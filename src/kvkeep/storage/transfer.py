@@ -7,6 +7,7 @@ Callable from any thread.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,6 +20,7 @@ from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
+from kvkeep.storage.cost import CostRule
 from kvkeep.storage.guard import BackendGuard
 from kvkeep.storage.tiers import Tiers
 
@@ -89,22 +91,23 @@ class Transfer:
     def __init__(
         self,
         tiers: Tiers,
-        allocator_backend: AllocatorBackendInterface,
         guard: BackendGuard,
         metrics: Metrics,
+        cost: CostRule,
     ) -> None:
         """Move chunks between tiers.
 
         Args:
-            tiers: to know whether the first one takes part.
-            allocator_backend: whose memory chunks travel in; write-back goes to it.
+            tiers: the first one is where chunks travel to; write-back goes to it.
             guard: calls the backends.
             metrics: where losses are counted.
+            cost: learns how long loads take.
         """
         self._tiers = tiers
-        self._first = allocator_backend
+        self._first = tiers.first
         self._guard = guard
         self._metrics = metrics
+        self._cost = cost
 
     def put(
         self,
@@ -135,8 +138,9 @@ class Transfer:
         self, backend: StorageBackendInterface, keys: Sequence[ChunkKey]
     ) -> list[MemoryObj | None]:
         """Get from one tier, position by position; what it had is in the first tier then too."""
-        run = partial(backend.batched_get_blocking, keys)
+        run, started = partial(backend.batched_get_blocking, keys), time.perf_counter()
         objs = self._guard.objects(backend, len(keys), run)
+        self._note_load(backend, objs, started)
         self.write_back(backend, keys, objs)
         return objs
 
@@ -159,21 +163,31 @@ class Transfer:
             if pending is None:
                 gathered.add(run.start, [])
             else:
-                pending.add_done_callback(partial(self._finish, backend, part, gathered, run.start))
+                place = partial(gathered.add, run.start)
+                finish = partial(self._finish, backend, part, place, time.perf_counter())
+                pending.add_done_callback(finish)
         return gathered.future
 
     def _finish(
         self,
         backend: StorageBackendInterface,
         keys: Sequence[ChunkKey],
-        gathered: _Gathered,
-        start: int,
+        place: Callable[[Sequence[MemoryObj | None]], None],
+        started: float,
         answered: Future[list[MemoryObj | None]],
     ) -> None:
-        """One tier has answered."""
+        """One tier has answered, which was asked at ``started``."""
         objs = self._guard.objects(backend, len(keys), answered.result)
+        self._note_load(backend, objs, started)
         self.write_back(backend, keys, objs)
-        gathered.add(start, objs)
+        place(objs)
+
+    def _note_load(
+        self, backend: StorageBackendInterface, objs: Sequence[MemoryObj | None], started: float
+    ) -> None:
+        if backend is not self._first:
+            count = sum(obj is not None for obj in objs)
+            self._cost.note_load(backend.name, count, time.perf_counter() - started)
 
     def write_back(
         self,

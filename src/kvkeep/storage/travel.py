@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.ownership import References
 from kvkeep.prefix import LocatedRun
+from kvkeep.storage.cost import CostRule
 from kvkeep.storage.fetch import Fetch, TierCaller
 from kvkeep.storage.guard import BackendGuard
 from kvkeep.storage.prefetch_room import PrefetchRoom
@@ -51,6 +53,7 @@ class Roads:
         callers: the slow tiers by name.
         guard: calls ``first``.
         transfer: puts what arrives into ``first``.
+        cost: says from which tiers loading pays, and learns how long it takes.
         room: how many chunks may be held.
         window_chunks: chunks asked for at once.
         travelling: chunks that somebody is bringing, and when that is over. Of the I/O thread.
@@ -62,6 +65,7 @@ class Roads:
     callers: Mapping[str, TierCaller]
     guard: BackendGuard
     transfer: Transfer
+    cost: CostRule
     room: PrefetchRoom
     window_chunks: int
     travelling: dict[ChunkKey, asyncio.Event] = field(default_factory=dict)
@@ -101,6 +105,7 @@ class Travel:
         self._lease: Lease | None = None
         self._num_clears = roads.num_clears
         self._waited_for: set[ChunkKey] = set()
+        self._unmeasured: tuple[str, float] | None = None  # a tier that brought nothing, and since
 
     @property
     def position(self) -> int:
@@ -157,6 +162,12 @@ class Travel:
         elif count:
             self.runs.append(LocatedRun(location, start, start + count))
 
+    def note_late(self) -> None:
+        """The deadline has passed: a tier that brought nothing until then is as slow as that."""
+        if self._unmeasured is not None:
+            location, started = self._unmeasured
+            self._roads.cost.note_load(location, 0, time.perf_counter() - started)
+
     async def _locate(self, start: int) -> list[LocatedRun]:
         """Which tier says that it holds which chunk from ``start`` on; see ``locate_prefix``."""
         runs: list[LocatedRun] = []
@@ -177,7 +188,13 @@ class Travel:
     async def _count(self, backend: StorageBackendInterface, keys: Sequence[ChunkKey]) -> int:
         caller = self._roads.callers.get(backend.name)
         if caller is not None:
-            return await caller.count(keys)
+            if not self._roads.cost.admits(backend.name, len(keys)):
+                return 0
+            started = time.perf_counter()
+            found = await caller.count(keys)
+            if not found:
+                self._roads.cost.note_load(backend.name, 0, time.perf_counter() - started)
+            return found
         run = partial(backend.batched_contains, keys)
         return self._roads.guard.count(backend, len(keys), run)
 
@@ -195,14 +212,16 @@ class Travel:
             False if the prefix ends before ``end``.
         """
         caller = self._roads.callers[location]
-        asked = self.position
+        asked = first = self.position
         ahead: deque[_Window] = deque()
+        started, is_alone = time.perf_counter(), True
         try:
             while self.position < end:
                 while len(ahead) < _WINDOWS_AHEAD and (upto := self._window(asked, end)) > asked:
                     ahead.append(self._depart(caller, self._keys[asked:upto]))
                     asked = upto
                 if not ahead:
+                    is_alone = False  # the time of others is no measure
                     await self._wait_for_others()
                     return True
                 objs = await ahead[0].fetch.take()
@@ -213,6 +232,10 @@ class Travel:
             for window in ahead:
                 window.fetch.abandon()
                 self._end_of(window)
+            brought = self.position - first
+            self._unmeasured = (location, started) if is_alone and not brought else None
+            if is_alone and brought:
+                self._roads.cost.note_load(location, brought, time.perf_counter() - started)
 
     def _window(self, start: int, end: int) -> int:
         """Where the next window ends: before a chunk that somebody else is bringing."""
