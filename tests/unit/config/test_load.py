@@ -56,6 +56,8 @@ EXAMPLES = {
     "disk.queue": "5MiB",
     "disk.load_timeout": "3s",
     "disk.codec": "zstd",
+    "cost.enabled": "off",
+    "cost.retry": "9s",
 }
 #: What a section's settings have no effect without, which is an error (fault 46).
 _LISTEN = {"metrics.listen": "127.0.0.1:9440"}
