@@ -106,7 +106,9 @@ class FirstRank(RankGroup):
             if self.shares_kv:
                 self._send_all_locked(Plan(self._seq, tag, places=self._places(offered)))
             return round_
-        except BaseException:
+        except BaseException as error:
+            for rank in list(self._peers):
+                self._drop_locked(rank, "raised", error)
             self._turn.release()
             raise
 
@@ -131,28 +133,24 @@ class FirstRank(RankGroup):
 
     # -- used by a round, which has the turn ------------------------------------------------------
 
-    def announce_locked(self, seq: int, tag: bytes, *, refused: bool) -> None:
-        """Begin a round in which every rank has loaded its own chunks, or refuse it."""
-        self._send_all_locked(Plan(seq, tag, refused=refused))
-
-    def settle_locked(self, seq: int, written: int) -> int:
+    def settle(self, seq: int, tag: bytes, written: int) -> int:
         """Collect what the others have written, decide, tell, and end the turn."""
         try:
-            if written:
-                written = self._collect_locked(seq, written)
-            return self.decide_locked(seq, written)
+            if not self.shares_kv:  # each has loaded its own, and the round begins now
+                self._send_all_locked(Plan(seq, tag, refused=not written))
+            elif not written:
+                self._send_all_locked(Verdict(seq, self._verdicts.decide(seq, 0)))
+            if not written:
+                return 0
+            outcome = self._verdicts.decide(seq, self._collect_locked(seq, written))
+            self._send_all_locked(Verdict(seq, outcome))
+            return outcome
+        except BaseException as error:
+            for rank in list(self._peers):  # or they would wait
+                self._drop_locked(rank, "raised", error)
+            raise
         finally:
             self._turn.release()
-
-    def decide_locked(self, seq: int, written: int) -> int:
-        """Fix the outcome and tell it."""
-        outcome = self._verdicts.decide(seq, written)
-        self._send_all_locked(Verdict(seq, outcome))
-        return outcome
-
-    def end_turn(self) -> None:
-        """The round is over."""
-        self._turn.release()
 
     def _collect_locked(self, seq: int, written: int) -> int:
         """The least that any rank has written; 0 if one does not say so in time."""
@@ -252,7 +250,7 @@ class FirstRank(RankGroup):
         _log.info("rank %d takes part", message.rank)
         return True
 
-    def _drop_locked(self, rank: int, cause: str, error: Exception | None = None) -> None:
+    def _drop_locked(self, rank: int, cause: str, error: BaseException | None = None) -> None:
         channel = self._peers.pop(rank, None)
         if channel is not None:
             channel.close()
@@ -293,26 +291,11 @@ class _FirstRound(Round):
         if self._is_over:
             return 0
         self._is_over = True
-        group = self._group
-        if not group.shares_kv:
-            group.announce_locked(self._seq, self._tag, refused=not written)
-            if not written:
-                group.end_turn()
-                return 0
-        return group.settle_locked(self._seq, written)
+        return self._group.settle(self._seq, self._tag, written)
 
     def abort(self) -> None:
         """See :meth:`Round.abort`."""
-        if self._is_over:
-            return
-        self._is_over = True
-        try:
-            if self._group.shares_kv:
-                self._group.decide_locked(self._seq, 0)
-            else:
-                self._group.announce_locked(self._seq, self._tag, refused=True)
-        finally:
-            self._group.end_turn()
+        self.conclude(0)
 
 
 def _as_done(message: Message) -> Done:

@@ -165,7 +165,7 @@ class FollowerRank(RankGroup):
             self.leave_locked("malformed", error)
             return None
 
-    def leave_locked(self, cause: str, error: Exception | None = None) -> None:
+    def leave_locked(self, cause: str, error: BaseException | None = None) -> None:
         """Close the connection: rank 0 sees it at once, and it is made anew."""
         channel, self._channel = self._channel, None
         self._early.clear()
@@ -289,6 +289,9 @@ class _FollowerRound(Round):
                 group.tell_locked(plan.seq, 0)
                 return 0
             return group.answer_locked(plan.seq, written)
+        except BaseException as error:
+            group.leave_locked("raised", error)  # or rank 0 would wait
+            raise
         finally:
             group.end_turn()
 
