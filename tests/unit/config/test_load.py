@@ -58,17 +58,27 @@ EXAMPLES = {
     "disk.codec": "zstd",
     "cost.enabled": "off",
     "cost.retry": "9s",
+    "remote.url": "redis://user:hush@localhost:6379/1",
+    "remote.codec": "zstd",
+    "remote.threads": "3",
+    "remote.queue": "5MiB",
+    "remote.load_timeout": "3s",
+    "remote.store_timeout": "4s",
+    "remote.connect_timeout": "500ms",
+    "remote.lookup_share": "0.5",
+    "remote.ttl": "1h",
 }
 #: What a section's settings have no effect without, which is an error (fault 46).
 _LISTEN = {"metrics.listen": "127.0.0.1:9440"}
 NEEDED = {
     "disk": {"disk.path": "/var/cache/kvkeep"},
+    "remote": {"remote.url": "file:///mnt/shared"},
     "metrics": _LISTEN,
     "prefetch": {"disk.path": "/var/cache/kvkeep"},
     "metrics.tls_cert": {**_LISTEN, "metrics.tls_key": "/etc/kvkeep/key.pem"},
     "metrics.tls_key": {**_LISTEN, "metrics.tls_cert": "/etc/kvkeep/cert.pem"},
 }
-NEEDED_BY_NONE = ("disk.path", "metrics.listen")
+NEEDED_BY_NONE = ("disk.path", "metrics.listen", "remote.url")
 
 
 @pytest.fixture
