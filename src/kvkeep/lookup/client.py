@@ -1,28 +1,24 @@
 """LookupClient: asks, inside the scheduler's process, what every worker has stored.
 
-Callable from any thread; calls wait for each other. Every question has a deadline, after which it
-is a miss. A worker that missed one is down: it is not waited for again until it has answered
-something, and a probe that nobody waits for finds that out. So a dead worker costs one deadline,
-not one per request.
+Callable from any thread; calls wait for each other. It asks in two forms. ``lookup`` waits for the
+answers, with a deadline. ``start`` does not: ``poll`` says "not yet" until every worker has brought
+what it found into memory, or a deadline has passed. In both forms the answer is the minimum over
+the workers, what a worker holds beyond it is given back, and a lookup without an answer is a miss
+that leaves nothing pinned, however late answers arrive.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import zmq
-
 from kvkeep.errors import LookupServiceError
 from kvkeep.keys import TOKEN_BYTES
 from kvkeep.lookup.messages import (
-    MAX_MESSAGE_BYTES,
     PROTOCOL,
     Check,
     CheckReply,
@@ -31,16 +27,18 @@ from kvkeep.lookup.messages import (
     ErrorReply,
     Hello,
     HelloReply,
+    Keep,
     Lookup,
     LookupReply,
     Reply,
     Request,
     Unpin,
     WireScope,
-    decode_reply,
-    encode,
 )
+from kvkeep.lookup.pending import Outcome, shortest
+from kvkeep.lookup.started import StartedLookups
 from kvkeep.lookup.tally import Tally
+from kvkeep.lookup.workers import Workers
 from kvkeep.results import FoundTokens
 from kvkeep.tokens import PLAIN, RequestScope, as_token_bytes
 
@@ -48,48 +46,36 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", HelloReply, CheckReply, ClearReply)
 
-#: How often a worker that is down is probed.
-PROBE_INTERVAL_S = 1.0
-
-#: Questions that wait for a worker that does not read; more are not asked.
-SEND_QUEUE = 1000
-
 
 class LookupClient:
     """Asks all workers (ranks) of one engine."""
 
-    def __init__(self, paths: Sequence[Path], *, timeout_s: float) -> None:
+    def __init__(
+        self, paths: Sequence[Path], *, timeout_s: float, prefetch_timeout_s: float = 0.0
+    ) -> None:
         """Connect, without waiting for anybody.
 
         Args:
             paths: the workers' Unix sockets, by rank.
             timeout_s: deadline of every question.
+            prefetch_timeout_s: how long workers take at most to bring chunks into memory; what is
+                started has so much more time.
 
         Raises:
-            ValueError: there are no paths, or the deadline is not positive.
+            ValueError: there are no paths, or a deadline is not positive.
         """
-        if not paths or timeout_s <= 0:
+        if not paths or timeout_s <= 0 or prefetch_timeout_s < 0:
             raise ValueError(
                 f"a lookup client needs paths and a deadline, got {paths}, {timeout_s}"
             )
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._seq = itertools.count(1)
-        self._failures: Counter[str] = Counter()  # guarded by _lock
-        self._down: dict[int, float] = {}  # rank -> time of the last probe; guarded by _lock
         self._closed = False  # guarded by _lock
         self._tallies = [Tally() for _ in paths]  # by rank; guarded by _lock
-        self._context = zmq.Context()
-        self._sockets: list[zmq.Socket[bytes]] = []  # guarded by _lock
-        self._poller = zmq.Poller()  # guarded by _lock
-        for path in paths:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-            socket.connect(f"ipc://{path}")
-            self._poller.register(socket, zmq.POLLIN)
-            self._sockets.append(socket)
+        self._workers = Workers(paths)  # guarded by _lock
+        self._started = StartedLookups(  # guarded by _lock
+            self._workers, timeout_s=timeout_s, prefetch_timeout_s=prefetch_timeout_s
+        )
 
     def lookup(
         self,
@@ -111,28 +97,81 @@ class LookupClient:
 
         Returns:
             The minimum over the workers; 0 if one failed, is down or missed the deadline. Nothing
-            that was found stays pinned when the answer is 0, late answers included.
+            that was found stays pinned beyond it, late answers included.
         """
         data = tokens if isinstance(tokens, bytes) else as_token_bytes(tokens)
         with self._lock:
             if self._closed or not self._all_up_locked():
-                self._failures["down"] += 1
-                found, cause = FoundTokens(), "down"
+                self._workers.failures["down"] += 1
+                outcome = Outcome(FoundTokens(), "down")
             else:
-                question = Lookup(next(self._seq), lookup_id, data, WireScope.of(scope), pin)
+                seq = self._workers.next_seq()
+                question = Lookup(seq, lookup_id, data, WireScope.of(scope), pin)
                 replies = self._ask_locked(question, self._timeout_s)
-                found, cause = _shortest(replies)
-                if pin and found == 0:
-                    self._send_all_locked(Unpin(next(self._seq), (lookup_id,)))
+                outcome = shortest(replies)
+                if pin:
+                    self._give_back_locked(lookup_id, outcome.found, dict(enumerate(replies)))
             if counted and not self._closed:
-                self._count_lookup_locked(len(data) // TOKEN_BYTES, found, cause)
-            return found
+                self._count_lookup_locked(len(data) // TOKEN_BYTES, outcome)
+            return outcome.found
+
+    def start(
+        self,
+        lookup_id: str,
+        tokens: object,
+        *,
+        scope: RequestScope = PLAIN,
+        counted: bool = True,
+    ) -> None:
+        """Ask for the same, pinned, without waiting; :meth:`poll` has the answer.
+
+        The workers bring what they find in slow tiers into memory before they answer. The arguments
+        are those of :meth:`lookup`.
+        """
+        data = tokens if isinstance(tokens, bytes) else as_token_bytes(tokens)
+        with self._lock:
+            is_up = not self._closed and self._all_up_locked()
+            self._started.start(lookup_id, data, scope, counted=counted, is_up=is_up)
+
+    def poll(self, lookup_id: str) -> FoundTokens | None:
+        """The answer to what was started, as :meth:`lookup` gives it, or None: not yet.
+
+        It is given once; of an unknown id, or when the client is closed, it is 0.
+        """
+        with self._lock:
+            if self._closed or not self._started.is_known(lookup_id):
+                return FoundTokens()
+            ended = self._started.poll(lookup_id)
+            if ended is None:
+                return None
+            pending, outcome = ended
+            self._give_back_locked(lookup_id, outcome.found, pending.replies)
+            if pending.counted:
+                self._count_lookup_locked(pending.num_asked, outcome)
+            return outcome.found
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a worker says something, at most ``timeout_s``.
+
+        Returns at once where nothing that was started is under way.
+        """
+        with self._lock:
+            if not self._closed:
+                self._started.wait(timeout_s)
+
+    @property
+    def num_started(self) -> int:
+        """Lookups that were started and have not been answered."""
+        with self._lock:
+            return len(self._started)
 
     def unpin(self, lookup_ids: Sequence[str]) -> None:
-        """End the leases of lookups, without waiting; unknown ones are ignored."""
+        """Give lookups up and end their leases, without waiting; unknown ones are ignored."""
         with self._lock:
+            for lookup_id in lookup_ids:
+                self._started.forget(lookup_id)
             if lookup_ids and not self._closed:
-                self._send_all_locked(Unpin(next(self._seq), tuple(lookup_ids)))
+                self._workers.send_all(Unpin(self._workers.next_seq(), tuple(lookup_ids)))
 
     def hello(self, *, timeout_s: float | None = None) -> list[HelloReply]:
         """What every worker says about itself, by rank.
@@ -143,7 +182,7 @@ class LookupClient:
         Raises:
             LookupServiceError: one did not answer in time or speaks another protocol.
         """
-        return self._ask_strictly(Hello(next(self._seq), PROTOCOL), HelloReply, timeout_s)
+        return self._ask_strictly(Hello(self._next_seq(), PROTOCOL), HelloReply, timeout_s)
 
     def check(self) -> list[CheckReply]:
         """What every worker holds, by rank.
@@ -151,7 +190,7 @@ class LookupClient:
         Raises:
             LookupServiceError: one did not answer in time.
         """
-        return self._ask_strictly(Check(next(self._seq)), CheckReply)
+        return self._ask_strictly(Check(self._next_seq()), CheckReply)
 
     def clear(self, locations: Collection[str] = ()) -> int:
         """Remove every chunk of every worker; returns how many copies there were.
@@ -162,21 +201,25 @@ class LookupClient:
         Raises:
             LookupServiceError: one did not answer in time, or has no tier of that name.
         """
-        replies = self._ask_strictly(Clear(next(self._seq), tuple(locations)), ClearReply)
+        replies = self._ask_strictly(Clear(self._next_seq(), tuple(locations)), ClearReply)
         return sum(reply.num_chunks for reply in replies)
 
     @property
     def failures(self) -> Mapping[str, int]:
         """Lookups that were misses for want of an answer, by cause: timeout, down, error, full."""
         with self._lock:
-            return dict(self._failures)
+            return dict(self._workers.failures)
 
     def close(self) -> None:
         """Close the sockets; later lookups are misses. A second call does nothing."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._context.destroy(linger=0)
+                self._workers.close()
+
+    def _next_seq(self) -> int:
+        with self._lock:
+            return self._workers.next_seq()
 
     def _ask_strictly(
         self, question: Request, kind: type[R], timeout_s: float | None = None
@@ -197,102 +240,57 @@ class LookupClient:
 
     def _ask_locked(self, question: Request, timeout_s: float) -> list[Reply | None]:
         """Send to every worker and wait for the answers until the deadline; None for none."""
+        workers = self._workers
         deadline = time.monotonic() + timeout_s
-        waiting = {rank for rank in range(len(self._sockets)) if self._send_locked(rank, question)}
-        replies: list[Reply | None] = [None] * len(self._sockets)
+        waiting = {rank for rank in range(len(workers)) if workers.send(rank, question)}
+        replies: list[Reply | None] = [None] * len(workers)
         while waiting:
             left_s = deadline - time.monotonic()
-            for rank, reply in self._receive_locked(max(left_s, 0.0)):
+            arrived = workers.receive(max(left_s, 0.0))
+            self._started.note(arrived)
+            for rank, reply in arrived:
                 if reply.seq == question.seq and rank in waiting:
                     replies[rank] = reply
                     waiting.discard(rank)
             if left_s <= 0:
                 break
-        self._count_locked(replies)
+        for rank, answer in enumerate(replies):
+            if answer is None:
+                workers.failures["timeout"] += 1
+                workers.mark_down(rank, self._timeout_s)
+            elif isinstance(answer, ErrorReply):
+                workers.failures["error"] += 1
+                logger.warning("lookup on rank %d failed: %s", rank, answer.message)
         return replies
-
-    def _count_lookup_locked(self, asked: int, found: FoundTokens, cause: str) -> None:
-        """Tell the workers what a lookup came to; one that is down hears it when it is back."""
-        for rank, tally in enumerate(self._tallies):
-            if cause:
-                tally.failed(asked, cause)
-            else:
-                tally.answered(asked, found.tiers)
-            if rank not in self._down:
-                message = tally.take(next(self._seq))
-                if message is not None:
-                    self._send_locked(rank, message)
-
-    def _count_locked(self, replies: Sequence[Reply | None]) -> None:
-        for rank, reply in enumerate(replies):
-            if reply is None:
-                self._failures["timeout"] += 1
-                self._mark_down_locked(rank)
-            elif isinstance(reply, ErrorReply):
-                self._failures["error"] += 1
-                logger.warning("lookup on rank %d failed: %s", rank, reply.message)
-
-    def _receive_locked(self, timeout_s: float) -> list[tuple[int, Reply]]:
-        """What has arrived, waiting up to ``timeout_s`` for the first. Whoever answers is up."""
-        ready = dict(self._poller.poll(int(timeout_s * 1000 + 0.999)))
-        arrived: list[tuple[int, Reply]] = []
-        for rank, socket in enumerate(self._sockets):
-            if socket not in ready:
-                continue
-            try:
-                arrived.append((rank, decode_reply(socket.recv(zmq.NOBLOCK))))
-            except (LookupServiceError, zmq.Again) as error:
-                self._failures["error"] += 1
-                logger.warning("rank %d sent no answer of this protocol: %s", rank, error)
-                continue
-            if self._down.pop(rank, None) is not None:
-                logger.info("lookup server of rank %d answers again", rank)
-        return arrived
 
     def _all_up_locked(self) -> bool:
         """No worker is down. Reads what arrived late and probes who is, without waiting."""
-        if not self._down:
+        if not any(map(self._workers.is_down, range(len(self._workers)))):
             return True
-        while self._receive_locked(0.0):
+        while self._started.note(self._workers.receive(0.0)):
             pass
-        now = time.monotonic()
-        for rank, probed in list(self._down.items()):
-            if now - probed >= PROBE_INTERVAL_S:
-                self._down[rank] = now
-                self._send_locked(rank, Hello(next(self._seq), PROTOCOL))
-        return not self._down
+        return self._workers.probe()
 
-    def _mark_down_locked(self, rank: int) -> None:
-        if rank not in self._down:
-            logger.warning(
-                "lookup server of rank %d did not answer within %g s; until it does, all misses",
-                rank,
-                self._timeout_s,
-            )
-            self._down[rank] = time.monotonic()
+    def _give_back_locked(
+        self, lookup_id: str, found: int, replies: Mapping[int, Reply | None]
+    ) -> None:
+        """End what workers hold beyond the answer: all of it, or what others do not have."""
+        workers = self._workers
+        if found == 0:
+            workers.send_all(Unpin(workers.next_seq(), (lookup_id,)))
+            return
+        for rank, reply in replies.items():
+            if isinstance(reply, LookupReply) and reply.found > found:
+                workers.send(rank, Keep(workers.next_seq(), lookup_id, int(found)))
 
-    def _send_all_locked(self, message: Request) -> None:
-        for rank in range(len(self._sockets)):
-            self._send_locked(rank, message)
-
-    def _send_locked(self, rank: int, message: Request) -> bool:
-        """Queue a message; False if the worker's queue is full."""
-        try:
-            self._sockets[rank].send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            self._failures["full"] += 1
-            return False
-        return True
-
-
-def _shortest(replies: Sequence[Reply | None]) -> tuple[FoundTokens, str]:
-    """What every worker has found, and why that is nothing if one has not answered."""
-    found: list[FoundTokens] = []
-    for reply in replies:
-        if reply is None:
-            return FoundTokens(), "timeout"
-        if not isinstance(reply, LookupReply):
-            return FoundTokens(), "error"
-        known = FoundTokens(reply.tiers)
-        found.append(known if known == reply.found else FoundTokens([("unknown", reply.found)]))
-    return min(found), ""
+    def _count_lookup_locked(self, asked: int, outcome: Outcome) -> None:
+        """Tell the workers what a lookup came to; one that is down hears it when it is back."""
+        workers = self._workers
+        for rank, tally in enumerate(self._tallies):
+            if outcome.cause:
+                tally.failed(asked, outcome.cause)
+            else:
+                tally.answered(asked, outcome.found.tiers)
+            message = None if workers.is_down(rank) else tally.take(workers.next_seq())
+            if message is not None:
+                workers.send(rank, message)

@@ -74,6 +74,24 @@ class Lookup(_Message, tag="lookup", frozen=True):
     pin: bool
 
 
+class Start(_Message, tag="start", frozen=True):
+    """The same, pinned, answered once everything found is in memory.
+
+    The answer is a :class:`LookupReply` at once, or :class:`Started` and a LookupReply later.
+    """
+
+    lookup_id: _Name
+    tokens: _Tokens
+    scope: WireScope
+
+
+class Keep(_Message, tag="keep", frozen=True):
+    """End what a lookup's lease holds beyond the chunks of the first tokens. Not answered."""
+
+    lookup_id: _Name
+    num_tokens: _Count
+
+
 class Counted(_Message, tag="counted", frozen=True):
     """What lookups came to, for the hit rate. Not answered.
 
@@ -118,6 +136,10 @@ class LookupReply(_Message, tag="lookup_reply", frozen=True):
     tiers: _Sums = ()
 
 
+class Started(_Message, tag="started", frozen=True):
+    """Not yet: chunks are on their way into memory. The answer follows."""
+
+
 class CheckReply(_Message, tag="check_reply", frozen=True):
     """Leases, bytes and chunks of the worker, and its metrics by name."""
 
@@ -141,8 +163,8 @@ class ErrorReply(_Message, tag="error_reply", frozen=True):
     message: str
 
 
-Request = Hello | Lookup | Counted | Unpin | Check | Clear
-Reply = HelloReply | LookupReply | CheckReply | ClearReply | ErrorReply
+Request = Hello | Lookup | Start | Keep | Counted | Unpin | Check | Clear
+Reply = HelloReply | LookupReply | Started | CheckReply | ClearReply | ErrorReply
 
 T = TypeVar("T")
 

@@ -60,6 +60,15 @@ def socket_path(directory: Path, engine: str, rank: int) -> Path:
     return path
 
 
+def ranks_path(directory: Path, engine: str) -> Path:
+    """The socket where the ranks of an engine meet, beside those of their lookups.
+
+    Raises:
+        LookupServiceError: the path is longer than a Unix socket's may be.
+    """
+    return socket_path(directory, f"ranks of {engine}", 0)
+
+
 def make_private(directory: Path) -> None:
     """Create ``directory`` for this user alone, or check that it is so already.
 

@@ -2,10 +2,10 @@
 
 One thread, one ROUTER socket over a Unix socket. Messages of one client are handled in their
 order, so an unpin that was sent after a lookup ends that lookup's lease however late it is
-answered. Nothing that arrives can end the
-thread: a malformed message, an exception of the engine and a client that died are answered,
-counted and forgotten. A client that dies takes nothing with it but its leases, which end at their
-deadline.
+answered. The thread never waits for a slow tier where the client asks with ``start``: it says "not
+yet" and sends the answer when it is there. Nothing that arrives can end the thread: a malformed
+message, an exception of the engine and a client that died are answered, counted and forgotten. A
+client that dies takes nothing with it but its leases, which end at their deadline.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import zmq
 
 from kvkeep.errors import KVKeepError, LookupServiceError
 from kvkeep.identity import CacheIdentity
 from kvkeep.keys import TOKEN_BYTES
+from kvkeep.lookup.late import LateAnswers
 from kvkeep.lookup.messages import (
     MAX_ERROR_CHARS,
     MAX_MESSAGE_BYTES,
@@ -35,18 +35,21 @@ from kvkeep.lookup.messages import (
     ErrorReply,
     Hello,
     HelloReply,
+    Keep,
     Lookup,
     LookupReply,
     Reply,
     Request,
+    Start,
+    Started,
     Unpin,
     decode_request,
     encode,
 )
 from kvkeep.lookup.paths import make_private, remove_stale_sockets
+from kvkeep.lookup.target import LookupTarget
 from kvkeep.metrics import Metrics
 from kvkeep.results import FoundTokens
-from kvkeep.tokens import RequestScope
 
 logger = logging.getLogger(__name__)
 
@@ -55,58 +58,6 @@ CLOSE_TIMEOUT_S = 5.0
 
 #: Answers that wait for a client that does not read; what comes after them is dropped.
 SEND_QUEUE = 1000
-
-
-class LookupTarget(Protocol):
-    """What the server needs of a CacheEngine."""
-
-    def lookup(
-        self,
-        tokens: object,
-        *,
-        lookup_id: str | None,
-        pin: bool,
-        scope: RequestScope,
-        counted: bool,
-    ) -> int:
-        """See :meth:`kvkeep.engine.CacheEngine.lookup`."""
-
-    def lookup_unpin(self, lookup_id: str) -> object:
-        """See :meth:`kvkeep.engine.CacheEngine.lookup_unpin`."""
-
-    def check(self) -> CheckNumbers:
-        """See :meth:`kvkeep.engine.CacheEngine.check`."""
-
-    def clear(self, locations: Collection[str] | None = None) -> int:
-        """See :meth:`kvkeep.engine.CacheEngine.clear`."""
-
-
-class CheckNumbers(Protocol):
-    """What the server reads of a CheckReport."""
-
-    @property
-    def open_leases(self) -> int:
-        """Leases that no one has ended yet."""
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the pool handed out."""
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of the pool that can be handed out."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Size of the pool."""
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks stored."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Counters by name."""
 
 
 class LookupServer:
@@ -136,6 +87,7 @@ class LookupServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._stop_send = self._context.socket(zmq.PAIR)
         self._stop_recv = self._context.socket(zmq.PAIR)
+        self._late = LateAnswers()
         self._closed = False
         for option, value in (
             (zmq.LINGER, 0),
@@ -149,6 +101,7 @@ class LookupServer:
             self._socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
+            self._late.close()
             raise LookupServiceError(f"cannot bind the lookup socket {path}: {error}") from error
         self._thread = threading.Thread(target=self._serve, name="kvkeep-lookup", daemon=True)
         self._thread.start()
@@ -168,6 +121,7 @@ class LookupServer:
         if self._thread.is_alive():
             logger.warning("the lookup thread did not end within %g s", CLOSE_TIMEOUT_S)
             return
+        self._late.close()
         self._context.destroy(linger=0)
         with contextlib.suppress(OSError):
             self._path.unlink()
@@ -177,11 +131,16 @@ class LookupServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._stop_recv, zmq.POLLIN)
+        poller.register(self._late, zmq.POLLIN)
         while True:
-            if self._stop_recv in dict(poller.poll()):
+            ready = dict(poller.poll())
+            if self._stop_recv in ready:
                 return
             try:
-                self._serve_one()
+                for client, reply in self._late.take():
+                    self._send(client, reply)
+                if self._socket in ready:
+                    self._serve_one()
             except Exception as error:  # noqa: BLE001  the thread outlives every message
                 self._fail("serve", error)
 
@@ -191,64 +150,87 @@ class LookupServer:
         if len(frames) != 2:
             raise LookupServiceError(f"a message of {len(frames)} frames, expected 2")
         client, data = frames
-        reply = self._answer(data)
+        reply = self._answer(client, data)
         if reply is not None:
-            with contextlib.suppress(zmq.Again):  # a client that does not read loses the answer
-                self._socket.send_multipart([client, encode(reply)], zmq.NOBLOCK)
+            self._send(client, reply)
 
-    def _answer(self, data: bytes) -> Reply | None:
+    def _send(self, client: bytes, reply: Reply) -> None:
+        with contextlib.suppress(zmq.Again):  # a client that does not read loses the answer
+            self._socket.send_multipart([client, encode(reply)], zmq.NOBLOCK)
+
+    def _answer(self, client: bytes, data: bytes) -> Reply | None:
         """The answer to one message, an ErrorReply if anything fails."""
         seq = 0
         try:
             request = decode_request(data)
             seq = request.seq
-            return self._dispatch(request)
+            return self._dispatch(client, request)
         except Exception as error:  # noqa: BLE001  the top of this task
             self._fail("lookup", error)
             return ErrorReply(seq, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
-    def _dispatch(self, request: Request) -> Reply | None:
+    def _dispatch(self, client: bytes, request: Request) -> Reply | None:
         match request:
             case Lookup():
-                found = self._lookup(request)
-                tiers = found.tiers if isinstance(found, FoundTokens) else ()
-                return LookupReply(request.seq, int(found), tiers)
-            case Counted():
-                self._count(request)
-                return None
-            case Unpin():
-                for lookup_id in request.lookup_ids:
-                    self._engine.lookup_unpin(lookup_id)
-                return None
+                return _found_reply(request.seq, self._lookup(request))
+            case Start():
+                return self._start(client, request)
             case Hello():
                 return self._hello(request)
             case Check():
-                report = self._engine.check()
-                return CheckReply(
-                    request.seq,
-                    report.open_leases,
-                    report.used_bytes,
-                    report.free_bytes,
-                    report.capacity_bytes,
-                    report.num_chunks,
-                    dict(report.metrics),
-                )
+                return self._check(request)
             case Clear():
                 return ClearReply(request.seq, self._engine.clear(request.locations or None))
+            case Counted() | Keep() | Unpin():
+                self._take_notice(request)
+        return None
+
+    def _take_notice(self, notice: Counted | Keep | Unpin) -> None:
+        """What is not answered."""
+        match notice:
+            case Counted():
+                self._count(notice)
+            case Keep():
+                self._engine.lookup_keep(notice.lookup_id, notice.num_tokens)
+            case Unpin():
+                for lookup_id in notice.lookup_ids:
+                    self._engine.lookup_unpin(lookup_id)
+
+    def _check(self, request: Check) -> CheckReply:
+        report = self._engine.check()
+        return CheckReply(
+            request.seq,
+            report.open_leases,
+            report.used_bytes,
+            report.free_bytes,
+            report.capacity_bytes,
+            report.num_chunks,
+            dict(report.metrics),
+        )
 
     def _lookup(self, request: Lookup) -> int:
-        if len(request.tokens) % TOKEN_BYTES:
-            raise LookupServiceError(
-                f"{len(request.tokens)} bytes are no whole number of token ids"
-            )
-        tokens = np.frombuffer(request.tokens, "<u4")
         return self._engine.lookup(
-            tokens,
+            _token_ids(request.tokens),
             lookup_id=request.lookup_id,
             pin=request.pin,
             scope=request.scope.scope(),
             counted=False,  # the client does: only it knows whether the answer came in time
         )
+
+    def _start(self, client: bytes, request: Start) -> Reply:
+        """The answer if it is there already, else "not yet", and the answer when it is there."""
+        future = self._engine.async_lookup(
+            _token_ids(request.tokens),
+            lookup_id=request.lookup_id,
+            scope=request.scope.scope(),
+            counted=False,
+        )
+        if future.done():
+            return _found_reply(request.seq, future.result())
+        future.add_done_callback(
+            lambda done: self._late.add(client, _found_reply(request.seq, done.result()))
+        )
+        return Started(request.seq)
 
     def _count(self, message: Counted) -> None:
         self._metrics.lookup(asked=message.asked, found=dict(message.found))
@@ -279,3 +261,13 @@ class LookupServer:
             error,
             exc_info=not isinstance(error, KVKeepError),
         )
+
+
+def _token_ids(data: bytes) -> npt.NDArray[np.uint32]:
+    if len(data) % TOKEN_BYTES:
+        raise LookupServiceError(f"{len(data)} bytes are no whole number of token ids")
+    return np.frombuffer(data, "<u4")
+
+
+def _found_reply(seq: int, found: int) -> LookupReply:
+    return LookupReply(seq, int(found), found.tiers if isinstance(found, FoundTokens) else ())

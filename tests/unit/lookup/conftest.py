@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +44,9 @@ class ToyTarget:
         self.gate = threading.Event()
         self.gate.set()
         self.answered = threading.Semaphore(0)
+        self.later = False
+        self.under_way: dict[str, tuple[int, Future]] = {}
+        self.kept: list[tuple[str, int]] = []
 
     def lookup(self, tokens, *, lookup_id, pin, scope, counted):
         assert self.gate.wait(30)
@@ -56,8 +60,32 @@ class ToyTarget:
             self.leases.add(lookup_id)
         return found
 
+    def async_lookup(self, tokens, *, lookup_id, scope, counted):
+        """At once, or, with ``later``, when the test settles it."""
+        if self.error is not None:
+            raise self.error
+        future = Future()
+        if not self.later:
+            found = self.lookup(tokens, lookup_id=lookup_id, pin=True, scope=scope, counted=counted)
+            future.set_result(FoundTokens([("tier", found)] if found else []))
+        else:
+            self.under_way[lookup_id] = (len(tokens), future)
+        return future
+
+    def settle(self, lookup_id):
+        """The chunks of a lookup have come."""
+        num_tokens, future = self.under_way.pop(lookup_id)
+        self.leases.add(lookup_id)
+        future.set_result(FoundTokens([("tier", min(self.stored, num_tokens))]))
+
+    def lookup_keep(self, lookup_id, num_tokens):
+        self.kept.append((lookup_id, num_tokens))
+
     def lookup_unpin(self, lookup_id):
         self.leases.discard(lookup_id)
+        _, future = self.under_way.pop(lookup_id, (0, None))
+        if future is not None:
+            future.set_result(FoundTokens())
         self.answered.release()
 
     def check(self):
@@ -95,7 +123,7 @@ def start(tmp_path) -> Iterator[Callable[..., Service]]:
     """``start(stored, stored, ..., timeout_s=)``: one rank per argument."""
     made: list[Service] = []
 
-    def make(*stored: int, timeout_s: float = 10.0) -> Service:
+    def make(*stored: int, timeout_s: float = 10.0, prefetch_timeout_s: float = 10.0) -> Service:
         targets = [ToyTarget(number) for number in stored]
         directory = tmp_path / f"s{len(made)}"
         paths = [directory / f"{rank}.sock" for rank in range(len(stored))]
@@ -103,7 +131,7 @@ def start(tmp_path) -> Iterator[Callable[..., Service]]:
             start_server(target, path, rank, len(stored))
             for rank, (target, path) in enumerate(zip(targets, paths, strict=True))
         ]
-        client = LookupClient(paths, timeout_s=timeout_s)
+        client = LookupClient(paths, timeout_s=timeout_s, prefetch_timeout_s=prefetch_timeout_s)
         made.append(Service(targets, [b[0] for b in both], [b[1] for b in both], client, paths))
         return made[-1]
 

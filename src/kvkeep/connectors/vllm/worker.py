@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 
 from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.stats import KVKeepStats, StepStats
+from kvkeep.connectors.vllm.step_clock import StepClock
 from kvkeep.engine import CacheEngine, CheckReport
 from kvkeep.errors import KVKeepError
 from kvkeep.gpu.base import SKIP_SLOT
@@ -26,6 +28,7 @@ from kvkeep.identity import CacheIdentity
 from kvkeep.keys import TOKEN_BYTES
 from kvkeep.lookup.server import LookupServer
 from kvkeep.manager import CacheManager
+from kvkeep.results import FoundTokens
 from kvkeep.tokens import RequestScope
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
@@ -57,8 +60,16 @@ class _CountedResets:
             tokens, lookup_id=lookup_id, pin=pin, scope=scope, counted=counted
         )
 
+    def async_lookup(
+        self, tokens: object, *, lookup_id: str, scope: RequestScope, counted: bool
+    ) -> Future[FoundTokens]:
+        return self._engine.async_lookup(tokens, lookup_id=lookup_id, scope=scope, counted=counted)
+
     def lookup_unpin(self, lookup_id: str) -> object:
         return self._engine.lookup_unpin(lookup_id)
+
+    def lookup_keep(self, lookup_id: str, num_tokens: int) -> None:
+        self._engine.lookup_keep(lookup_id, num_tokens)
 
     def check(self) -> CheckReport:
         return self._engine.check()
@@ -74,7 +85,14 @@ class WorkerSide:
     """Loads and saves of one worker. Owns its CacheManager and its LookupServer."""
 
     def __init__(
-        self, manager: CacheManager, *, identity: CacheIdentity, socket: Path, block_size: int
+        self,
+        manager: CacheManager,
+        *,
+        identity: CacheIdentity,
+        rank: int,
+        socket: Path,
+        block_size: int,
+        runs_ahead: bool = False,
     ) -> None:
         """Start answering lookups.
 
@@ -82,21 +100,24 @@ class WorkerSide:
             manager: the worker's cache, with the engine's caches registered; closed with this
                 object.
             identity: the worker's identity.
+            rank: the worker's rank, also where the KV is the same on every rank.
             socket: Unix socket of the lookup server.
             block_size: tokens in a block (page) of the engine.
+            runs_ahead: the engine's device computes behind its thread.
 
         Raises:
             LookupServiceError: the socket cannot be bound.
         """
         self._manager = manager
         self._engine = manager.engine
-        self._rank = identity.rank
+        self._rank = rank
         self._block_size = block_size
         self._resets = _CountedResets(manager.engine)
         self._failures = 0
         self._invalid_blocks: set[int] = set()
         self._gaps: dict[str, int] = {}  # request -> tokens stored of it before a save fell short
         self._stats = StepStats()
+        self._clock = StepClock(manager.storage.cost.note_prefill, runs_ahead=runs_ahead)
         manager.metrics.follow()
         self._server = LookupServer(
             self._resets, socket, identity=identity, metrics=manager.metrics
@@ -109,6 +130,7 @@ class WorkerSide:
             self._stats.loaded_tokens += loaded_to - spec.start
             if loaded_to < spec.end:
                 self._report_failure(spec, loaded_to)
+        self._clock.loads_ended()
 
     def save(self, meta: StepMeta) -> None:
         """Store what this step has completed; complete on return.
@@ -116,7 +138,8 @@ class WorkerSide:
         Nothing is stored if the step was planned before the scheduler knew of all failed loads: it
         may have computed on KV that is not there. Likewise if the cache was reset since.
         """
-        if not meta.saves:
+        self._clock.pass_ended(meta)
+        if not meta.saves or self._engine.is_passive:
             return
         num_resets = self._resets.num_resets
         if (
@@ -132,6 +155,7 @@ class WorkerSide:
                 self._save_one(spec)
             except Exception as error:  # noqa: BLE001  the top of this task
                 self.count_failure("store", error)
+        self._clock.saves_ended(meta)
         if self._resets.num_resets != num_resets:
             self._engine.clear()  # the reset came while something older was on its way in
 

@@ -1,0 +1,131 @@
+"""Workers: the sockets to all ranks of one engine, and which of them are down.
+
+A worker that missed a deadline is down: it is not waited for again until it has answered something,
+and a probe that nobody waits for finds that out. So a dead worker costs one deadline, not one per
+request. Used with the client's lock held, by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from kvkeep.errors import LookupServiceError
+from kvkeep.lookup.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Hello,
+    Reply,
+    Request,
+    decode_reply,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+#: How often a worker that is down is probed.
+PROBE_INTERVAL_S = 1.0
+
+#: Questions that wait for a worker that does not read; more are not asked.
+SEND_QUEUE = 1000
+
+
+class Workers:
+    """Sends to ranks and receives from them.
+
+    Attributes:
+        failures: answers that did not come, by cause.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Connect, without waiting for anybody.
+
+        Args:
+            paths: the workers' Unix sockets, by rank.
+        """
+        self.failures: Counter[str] = Counter()
+        self._seq = itertools.count(1)
+        self._down: dict[int, float] = {}  # rank -> time of the last probe
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
+        for path in paths:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+            socket.connect(f"ipc://{path}")
+            self._poller.register(socket, zmq.POLLIN)
+            self._sockets.append(socket)
+
+    def __len__(self) -> int:
+        """Number of ranks."""
+        return len(self._sockets)
+
+    def next_seq(self) -> int:
+        """The number of the next question."""
+        return next(self._seq)
+
+    def is_down(self, rank: int) -> bool:
+        """The worker missed a deadline and has not answered since."""
+        return rank in self._down
+
+    def mark_down(self, rank: int, timeout_s: float) -> None:
+        """The worker has not answered within ``timeout_s``."""
+        if rank not in self._down:
+            logger.warning(
+                "lookup server of rank %d did not answer within %g s; until it does, all misses",
+                rank,
+                timeout_s,
+            )
+            self._down[rank] = time.monotonic()
+
+    def probe(self) -> bool:
+        """Ask who is down, without waiting; True if nobody is."""
+        now = time.monotonic()
+        for rank, probed in list(self._down.items()):
+            if now - probed >= PROBE_INTERVAL_S:
+                self._down[rank] = now
+                self.send(rank, Hello(self.next_seq(), PROTOCOL))
+        return not self._down
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Reply]]:
+        """What has arrived, waiting up to ``timeout_s`` for the first. Whoever answers is up."""
+        ready = dict(self._poller.poll(int(timeout_s * 1000 + 0.999)))
+        arrived: list[tuple[int, Reply]] = []
+        for rank, socket in enumerate(self._sockets):
+            if socket not in ready:
+                continue
+            try:
+                arrived.append((rank, decode_reply(socket.recv(zmq.NOBLOCK))))
+            except (LookupServiceError, zmq.Again) as error:
+                self.failures["error"] += 1
+                logger.warning("rank %d sent no answer of this protocol: %s", rank, error)
+                continue
+            if self._down.pop(rank, None) is not None:
+                logger.info("lookup server of rank %d answers again", rank)
+        return arrived
+
+    def send_all(self, message: Request) -> None:
+        """Queue a message for every rank."""
+        for rank in range(len(self._sockets)):
+            self.send(rank, message)
+
+    def send(self, rank: int, message: Request) -> bool:
+        """Queue a message; False if the worker's queue is full."""
+        try:
+            self._sockets[rank].send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self.failures["full"] += 1
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._context.destroy(linger=0)
