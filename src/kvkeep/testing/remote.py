@@ -5,11 +5,21 @@ Callable from any thread.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvkeep.backends.base import AllocatorBackendInterface
 from kvkeep.backends.remote.backend import RemoteBackend, RemoteOptions
-from kvkeep.backends.remote.base import HEADER_BYTES, ConnectorOptions, RemoteConnector
+from kvkeep.backends.remote.base import (
+    HEADER_BYTES,
+    ConnectorOptions,
+    Refusal,
+    RemoteConnector,
+    Value,
+    ValueSink,
+)
 from kvkeep.backends.remote.names import create_connector
 from kvkeep.backends.remote.value_names import name_prefix, value_name
 from kvkeep.codec.frame import ChunkMeta, writer_digest
@@ -71,3 +81,60 @@ def make_remote(
 def name_of(key: ChunkKey, identity: CacheIdentity = IDENTITY) -> str:
     """The name of a chunk's value in the store."""
     return value_name(name_prefix(writer_digest(identity)), key)
+
+
+class StubbornConnector(RemoteConnector):
+    """A connector with faults: ``before`` is called with the operation ahead of every real call.
+
+    It may raise, or wait; ``change`` may exchange an answer for another one.
+    """
+
+    def __init__(self, inner: RemoteConnector) -> None:
+        """Without faults it behaves as the one that it wraps."""
+        self.inner = inner
+        self.description = inner.description
+        self.before: Callable[[str], None] = lambda operation: None
+        self.change: Callable[[str, list[Any]], list[Any]] = lambda operation, answer: answer
+        self.calls: Counter[str] = Counter()
+
+    def _note(self, operation: str) -> None:
+        self.calls[operation] += 1
+        self.before(operation)
+
+    def sizes(self, names: Sequence[str], timeout_s: float) -> list[int]:
+        """See the interface."""
+        self._note("sizes")
+        return self.change("sizes", self.inner.sizes(names, timeout_s))
+
+    def put(
+        self, names: Sequence[str], values: Sequence[Value], timeout_s: float
+    ) -> list[Refusal | None]:
+        """See the interface."""
+        self._note("put")
+        return self.change("put", self.inner.put(names, values, timeout_s))
+
+    def get(self, names: Sequence[str], sinks: Sequence[ValueSink], timeout_s: float) -> None:
+        """See the interface."""
+        self._note("get")
+        self.inner.get(names, sinks, timeout_s)
+        self.change("get", [])
+
+    def remove(self, names: Sequence[str], timeout_s: float) -> list[bool]:
+        """See the interface."""
+        self._note("remove")
+        return self.change("remove", self.inner.remove(names, timeout_s))
+
+    def names(self, prefix: str, timeout_s: float) -> Iterator[str]:
+        """See the interface."""
+        self._note("names")
+        return self.inner.names(prefix, timeout_s)
+
+    def ping(self, timeout_s: float) -> None:
+        """See the interface."""
+        self._note("ping")
+        self.inner.ping(timeout_s)
+
+    def close(self) -> None:
+        """See the interface."""
+        self._note("close")
+        self.inner.close()
