@@ -83,6 +83,7 @@ PLACES = {
         "demo",
         "bench",
         "doctor",
+        "replay.real",
     ),
     # the demo is a user of vLLM, as anybody's program is
     "vllm": ("connectors.vllm", "demo.vllm_run"),

@@ -305,6 +305,6 @@ class CacheEngine(EngineControl):
     def _store_refusal(self) -> StoreStop | None:
         if not self.is_healthy():
             return StoreStop.UNHEALTHY
-        if self._parts.ranks is not None and self._parts.ranks.is_passive:
+        if self.is_passive:
             return StoreStop.PASSIVE
         return StoreStop.FROZEN if self.is_frozen() else None

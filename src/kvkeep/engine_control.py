@@ -55,6 +55,11 @@ class EngineControl:
         """Nothing is stored any more."""
         return self._storage.is_frozen()
 
+    @property
+    def is_passive(self) -> bool:
+        """Another rank stores, whose KV is the same."""
+        return self._parts.ranks is not None and self._parts.ranks.is_passive
+
     def is_healthy(self) -> bool:
         """False: the verbs do nothing and say so. Known from the last :meth:`health`."""
         return self._is_healthy and not self._is_closed

@@ -34,12 +34,21 @@ JOIN_TIMEOUT_S = 5.0
 #: How long :meth:`FirstRank.close` waits for a round that is under way, beyond its timeout.
 _CLOSE_MARGIN_S = 1.0
 
+_VERDICTS = ".verdicts"
+
 _log = logging.getLogger(__name__)
 
 
 def verdict_directory(path: Path) -> Path:
     """Where a group's verdicts stand, from the path of its socket."""
-    return path.with_name(path.name + ".verdicts")
+    return path.with_name(path.name + _VERDICTS)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove verdicts of killed engines, whose sockets are gone. Sockets are bound first."""
+    for path in directory.glob("*" + _VERDICTS):
+        if not path.with_name(path.name.removesuffix(_VERDICTS)).exists():
+            remove_directory(path)
 
 
 class FirstRank(RankGroup):
@@ -64,11 +73,16 @@ class FirstRank(RankGroup):
         self._options = options
         self._metrics = metrics
         self._arena = arena
+        self._listener = _listen(options.socket)
         self._directory = verdict_directory(options.socket)
-        make_directory(self._directory)
+        try:
+            _remove_abandoned(options.socket.parent)
+            make_directory(self._directory)
+        except BaseException:
+            self._listener.close()
+            raise
         self._session = uuid.uuid4().hex
         self._verdicts = Verdicts(self._directory, self._session)
-        self._listener = _listen(options.socket)
         self._turn = threading.Lock()
         self._seq = 0  # guarded by _turn, as is the rest
         self._peers: dict[int, Channel] = {}

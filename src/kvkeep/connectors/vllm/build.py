@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from kvkeep.config import Settings
 from kvkeep.connectors.vllm.identity import worker_identity
 from kvkeep.connectors.vllm.layout import block_size_of, check_supported, declare_layout
+from kvkeep.connectors.vllm.place import stores_on_first_rank_only, worker_place
 from kvkeep.connectors.vllm.scheduler import SchedulerOptions, SchedulerSide
 from kvkeep.connectors.vllm.settings import socket_paths
 from kvkeep.connectors.vllm.worker import WorkerSide
 from kvkeep.errors import LookupServiceError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.lookup.client import LookupClient
-from kvkeep.lookup.paths import check_private
+from kvkeep.lookup.paths import check_private, make_private, ranks_path
 from kvkeep.manager import CacheManager
-from kvkeep.memory.sizing import WorkerPlace
 
 if TYPE_CHECKING:
     import torch
@@ -46,46 +46,44 @@ def build_worker(
     Raises:
         LayoutError: kvkeep cannot keep such caches; prints them.
         IdentityError: nothing tells this model from others.
-        LookupServiceError: the lookup socket cannot be bound.
+        LookupServiceError, RankError: a socket cannot be bound.
     """
     layout, tensors = declare_layout(vllm_config, kv_cache_config, kv_caches)
+    place = worker_place(vllm_config, settings, kv_caches)
     identity = worker_identity(
-        vllm_config, layout, chunk_size=settings.chunk_size, settings=settings.identity
+        vllm_config,
+        layout,
+        chunk_size=settings.chunk_size,
+        settings=settings.identity,
+        is_same_on_all_ranks=place.first_rank_only,
     )
-    paths = socket_paths(
-        settings,
-        env,
-        engine_id=vllm_config.kv_transfer_config.engine_id,
-        world_size=identity.world_size,
-    )
+    engine_id = vllm_config.kv_transfer_config.engine_id
+    paths = socket_paths(settings, env, engine_id=engine_id, world_size=place.num_ranks)
+    make_private(paths[0].parent)
     connector = PagedGPUConnector(layout, copy_threads=settings.cpu.copy_threads)
     connector.register_kv_caches(tensors)
     manager = CacheManager.create(
-        settings, identity, connector, place=worker_place(vllm_config, kv_caches)
+        settings,
+        identity,
+        connector,
+        place=place,
+        ranks_socket=ranks_path(paths[0].parent, engine_id),
     )
     identity = manager.engine.token_database.identity
     try:
         worker = WorkerSide(
-            manager, identity=identity, socket=paths[identity.rank], block_size=layout.page_size
+            manager,
+            identity=identity,
+            rank=place.rank,
+            socket=paths[place.rank],
+            block_size=layout.page_size,
+            runs_ahead=tensors[0].device.type != "cpu",
         )
     except BaseException:
         manager.close()
         raise
     logger.info("kvkeep keeps %d layers: %s", layout.num_layers, layout.engine)
     return worker
-
-
-def worker_place(vllm_config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> WorkerPlace:
-    """Where a worker stands among its engine's, and on which GPU its caches are."""
-    parallel = vllm_config.parallel_config
-    device = next(iter(kv_caches.values())).device
-    return WorkerPlace(
-        rank=parallel.rank,
-        num_ranks=parallel.world_size,
-        num_local=parallel.local_world_size,
-        has_same_kv=vllm_config.model_config.use_mla,
-        cuda_device=device.index if device.type == "cuda" else None,
-    )
 
 
 def build_scheduler(
@@ -103,6 +101,8 @@ def build_scheduler(
     check_supported(vllm_config, kv_cache_config)
     transfer = vllm_config.kv_transfer_config
     world_size = vllm_config.parallel_config.world_size
+    if stores_on_first_rank_only(vllm_config, settings):
+        world_size = 1  # rank 0 knows all that is stored
     paths = socket_paths(settings, env, engine_id=transfer.engine_id, world_size=world_size)
     check_private(paths[0].parent)
     client = LookupClient(paths, timeout_s=settings.lookup.timeout)

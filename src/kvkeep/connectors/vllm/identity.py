@@ -30,7 +30,12 @@ IGNORED_CONFIG = frozenset({"_name_or_path", "transformers_version", "id2label",
 
 
 def worker_identity(
-    vllm_config: VllmConfig, layout: KVLayout, *, chunk_size: int, settings: IdentitySettings
+    vllm_config: VllmConfig,
+    layout: KVLayout,
+    *,
+    chunk_size: int,
+    settings: IdentitySettings,
+    is_same_on_all_ranks: bool = False,
 ) -> CacheIdentity:
     """What this worker's KV belongs to.
 
@@ -39,6 +44,7 @@ def worker_identity(
         layout: the declared layout.
         chunk_size: tokens in a chunk.
         settings: names that the user gives.
+        is_same_on_all_ranks: the KV is, so that a rank is no part of the identity.
 
     Raises:
         IdentityError: nothing tells this model's weights from others' of the same name.
@@ -51,8 +57,8 @@ def worker_identity(
         revision=f"{revision};config={config_digest(vllm_config)}",
         layout=layout,
         chunk_size=chunk_size,
-        rank=parallel.rank,
-        world_size=parallel.world_size,
+        rank=0 if is_same_on_all_ranks else parallel.rank,
+        world_size=1 if is_same_on_all_ranks else parallel.world_size,
         tags=settings.tags,
     )
 

@@ -59,6 +59,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "decode context parallelism splits a block's tokens over ranks": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
+        "with pipeline parallelism a stage cannot know whether another one's load has failed": (
+            parallel.pipeline_parallel_size > 1
+        ),
         "a speculative decoder keeps KV of its own in the same blocks": (
             group.is_eagle_group or (speculative is not None and speculative.uses_draft_kv_cache())
         ),
