@@ -6,11 +6,12 @@ nothing of keys, chunks or checksums: those are RemoteBackend's. A value is a fr
 (fault 40).
 
 Every method may be called from several I/O threads of RemoteBackend at once, blocks, and ends
-within ``timeout_s`` of its call, or as soon after it as a new connection takes. Answers stand position by position. A miss is
-a value. BackendTimeoutError (the deadline) and BackendError (the store as a whole: unreachable,
-refuses us, speaks nonsense) are raised ``from`` the client's own exception, whose class names the
-cause in the metrics. Whatever a connection was doing when something went wrong, it is never used
-again (fault 41). Messages never show a secret. Nothing is retried here: RemoteBackend does it.
+within ``timeout_s`` of its call, or as soon after it as a new connection takes. Answers stand
+position by position. A miss is a value. BackendTimeoutError (the deadline) and BackendError (the
+store as a whole: unreachable, refuses us, speaks nonsense) are raised ``from`` the client's own
+exception, whose class names the cause in the metrics. Whatever a connection was doing when
+something went wrong, it is never used again (fault 41). Messages never show a secret. Nothing is
+retried here: RemoteBackend does it.
 """
 
 from __future__ import annotations
