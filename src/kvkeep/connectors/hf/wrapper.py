@@ -215,12 +215,18 @@ class KVKeepModel:
         started = clock.now()
         if loaded < wanted:
             self._prefill(row.tokens, cache, loaded, wanted)
-        clock.prefill_s += clock.now() - started
+        prefill_s = clock.now() - started
+        clock.prefill_s += prefill_s
         started = clock.now()
         stored = found
         if wanted > loaded:
             stored = self._store(row.tokens[:wanted], row_pairs(cache, 0, 0, wanted), scope)
-        clock.store_s += clock.now() - started
+        store_s = clock.now() - started
+        clock.store_s += store_s
+        if wanted > loaded:
+            # Other devices compute behind the thread, and the store waits for them.
+            computed_s = prefill_s + (0.0 if self.model.device.type == "cpu" else store_s)
+            self._manager.storage.cost.note_prefill(wanted - loaded, computed_s)
         return cache, RowReport(total, found, min(loaded, total - 1), stored)
 
     def _load(self, tokens: torch.Tensor, scope: RequestScope) -> tuple[int, list[LayerPair]]:

@@ -21,6 +21,7 @@ from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.lookup.client import LookupClient
 from kvkeep.lookup.paths import check_private, make_private, ranks_path
 from kvkeep.manager import CacheManager
+from kvkeep.opening_prefetch import prefetches
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,9 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it 
 #: How long the scheduler waits for the workers at the start. They are ready before it is built, so
 #: whoever has not answered by then is switched off.
 HELLO_TIMEOUT_S = 10.0
+
+#: Of what is left of a lease after its lookup took as long as it may, how much is relied upon.
+_HOLD_SHARE = 0.5
 
 
 def build_worker(
@@ -105,7 +109,8 @@ def build_scheduler(
         world_size = 1  # rank 0 knows all that is stored
     paths = socket_paths(settings, env, engine_id=transfer.engine_id, world_size=world_size)
     check_private(paths[0].parent)
-    client = LookupClient(paths, timeout_s=settings.lookup.timeout)
+    lookup, prefetch = settings.lookup, settings.prefetch
+    client = LookupClient(paths, timeout_s=lookup.timeout, prefetch_timeout_s=prefetch.timeout)
     try:
         for rank, reply in enumerate(client.hello(timeout_s=HELLO_TIMEOUT_S)):
             if (reply.rank, reply.chunk_size) != (rank, settings.chunk_size):
@@ -122,5 +127,8 @@ def build_scheduler(
         save_unfull_chunk=settings.save_unfull_chunk,
         may_load=transfer.is_kv_consumer,
         may_store=transfer.is_kv_producer,
+        prefetches=prefetches(settings),
+        hold_s=_HOLD_SHARE * (lookup.lease - prefetch.timeout),
+        loads_between_steps=settings.load.asynchronous,
     )
     return SchedulerSide(client, options)

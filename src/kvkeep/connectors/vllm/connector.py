@@ -28,6 +28,7 @@ from kvkeep.config import Settings
 from kvkeep.connectors.vllm.build import build_scheduler, build_worker
 from kvkeep.connectors.vllm.layout import block_size_of
 from kvkeep.connectors.vllm.metadata import SaveSpec, StepMeta, WorkerMeta
+from kvkeep.connectors.vllm.place import stores_on_first_rank_only
 from kvkeep.connectors.vllm.scheduler import SchedulerSide
 from kvkeep.connectors.vllm.settings import check_codecs, engine_settings
 from kvkeep.connectors.vllm.stats import KVKeepPromMetrics, KVKeepStats
@@ -86,6 +87,7 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._lost_blocks: set[int] = set()  # promised to this step by mistake
+        self._lost_requests: set[str] = set()  # that wait for a load that nobody carries out
         self.failures: Counter[str] = Counter()
         self._settings: Settings | None = None
         try:
@@ -97,6 +99,7 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
             self._kv_transfer_config.kv_connector_extra_config, os.environ, block_size=block_size
         )
         check_codecs(self._settings, kv_cache_config)
+        stores_on_first_rank_only(vllm_config, self._settings)  # refuses a wrong setting
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler()
 
@@ -134,13 +137,15 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
 
     @_hook(_nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Load everything that this step was promised; complete on return."""
+        """Load everything that this step was promised, and begin what requests wait for."""
         meta = self._step()
         if self._worker is not None:
             self._worker.load(meta)
         else:
             for spec in meta.loads:
                 self._lost_blocks.update(spec.block_ids)
+                if spec.is_waited_for:
+                    self._lost_requests.add(spec.req_id)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are complete before the forward pass starts."""
@@ -162,10 +167,12 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
 
     @_hook(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Nothing is ever in flight between steps."""
+        """Requests whose load between steps has ended, also where it failed. Stores are done."""
+        finished, self._lost_requests = self._lost_requests, set()
         if self._worker is not None:
             self._worker.forget(finished_req_ids)
-        return None, None
+            finished |= self._worker.take_finished_loads()
+        return None, finished or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that lack what this step was promised."""
@@ -204,10 +211,11 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded in this very step."""
+        """Tokens that can be loaded, None for "not yet"; and whether the request waits for that."""
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.match(request, num_computed_tokens), False
+        num_external = self._scheduler.match(request, num_computed_tokens)
+        return num_external, bool(num_external) and self._scheduler.loads_between_steps
 
     @_hook(dict)
     def get_external_cache_hit_sources(
@@ -221,7 +229,7 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request runs in this step, and counts on ``num_external_tokens``."""
+        """The request has its blocks, and counts on ``num_external_tokens``."""
         if self._scheduler is None:
             return
         try:
@@ -229,7 +237,7 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
         except Exception as error:  # noqa: BLE001  the engine must live
             self.note_failure("update_state_after_alloc", error)
             if num_external_tokens > 0:
-                self._scheduler.break_promise(blocks)
+                self._scheduler.break_promise(request, blocks)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do in this step. The loads it promised are in it whatever fails."""
@@ -237,11 +245,17 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
             return StepMeta()
         meta = self._scheduler.take_loads()
         meta.saves = self._plan_saves(self._scheduler, scheduler_output)
+        meta.prefill_tokens = self._prefill_tokens(scheduler_output)
         return meta
 
     @_hook(list)
     def _plan_saves(self, side: SchedulerSide, output: SchedulerOutput) -> list[SaveSpec]:
         return side.plan_saves(output)
+
+    @_hook(int)
+    def _prefill_tokens(self, output: SchedulerOutput) -> int:
+        """Tokens of the step that are not the next one of an answer."""
+        return sum(count for count in output.num_scheduled_tokens.values() if count > 1)
 
     @_hook(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -17,7 +17,7 @@ from kvkeep.tokens import RequestScope
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Load KV before this step's forward pass.
+    """Load KV before this step's forward pass, or between steps while its request waits.
 
     On tokens: ``| engine has it | load | computed by the engine |``, bordered by ``start`` and
     ``end``; ``len(tokens)`` is ``end`` rounded up to a chunk.
@@ -29,6 +29,8 @@ class LoadSpec:
         start: first token to load, on a block border.
         end: token after the last one that the engine was promised.
         block_ids: the engine's blocks of the prompt, from its start to ``end`` at least.
+        req_id: the request.
+        is_waited_for: the request waits until the worker reports that this load has ended.
     """
 
     lookup_id: str
@@ -37,6 +39,8 @@ class LoadSpec:
     start: int
     end: int
     block_ids: tuple[int, ...]
+    req_id: str = ""
+    is_waited_for: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +74,14 @@ class StepMeta(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped he
             was never loaded.
         num_resets: resets of the cache so far when this step was planned; a worker that has seen
             more must not store what was computed before.
+        prefill_tokens: tokens of prompts that this step computes, over all requests.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
     known_failures: dict[int, int] = field(default_factory=dict)
     num_resets: int = 0
+    prefill_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -83,10 +89,13 @@ class WorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]  # likewise
     """What the workers report after a step.
 
     Attributes:
-        failures: failed loads so far, per rank.
+        failures: failed loads before a step so far, per rank.
+        failed_requests: requests whose load between steps has failed on this rank since the last
+            report.
     """
 
     failures: dict[int, int]
+    failed_requests: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
         """The reports of both."""
@@ -95,4 +104,4 @@ class WorkerMeta(KVConnectorWorkerMetadata):  # type: ignore[misc]  # likewise
         merged = dict(self.failures)
         for rank, count in other.failures.items():
             merged[rank] = max(count, merged.get(rank, 0))
-        return WorkerMeta(merged)
+        return WorkerMeta(merged, self.failed_requests | other.failed_requests)

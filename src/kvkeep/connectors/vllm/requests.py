@@ -31,6 +31,7 @@ class TrackedRequest:
         request: the engine's own object.
         scope: what it adds to the identity; None if its KV cannot be named, so it is left alone.
         saved: leading tokens that were found stored or offered for storing.
+        may_load: False if a load for which it waited has failed.
         may_store: False if it may have computed on KV that was never loaded.
         was_asked: its lookup has been counted in the hit rate.
         found: what its last lookup found.
@@ -40,6 +41,7 @@ class TrackedRequest:
     request: Request
     scope: RequestScope | None
     saved: int = 0
+    may_load: bool = True
     may_store: bool = True
     was_asked: bool = False
     found: FoundTokens = field(default_factory=FoundTokens)

@@ -3,11 +3,10 @@
 Scheduler process only, from the scheduler's thread. It holds no KV: it asks the workers' lookup
 servers.
 
-A lease lives within one step. ``match`` opens one per waiting request, ``allocated`` turns it into
-a load, and ``plan`` ends those of all requests that were asked about and then not scheduled. Once
-a load was planned, its lease belongs to the worker, which claims it when it executes the step.
-Each lookup has an id of its own, so a lease that is still on its way is never taken for a later
-one.
+``match`` asks for each waiting request, ``allocated`` turns what was found into a load, and
+``plan_saves`` lets go of what was found and then not used (:mod:`kvkeep.connectors.vllm.asking` has
+the details). Once a load was planned, its lease belongs to the worker, which claims it when it
+carries the load out.
 
 On the tokens of a request whose chunks 0 and 1 are stored::
 
@@ -20,12 +19,12 @@ On the tokens of a request whose chunks 0 and 1 are stored::
 
 from __future__ import annotations
 
-import itertools
 import logging
 import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvkeep.connectors.vllm.asking import Asking
 from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.requests import LoraNames, TrackedRequest, scope_of
 from kvkeep.connectors.vllm.sources import hit_sources
@@ -53,6 +52,9 @@ class SchedulerOptions:
         save_unfull_chunk: store the prompt's tail that fills no chunk, too.
         may_load: this engine reads the cache.
         may_store: this engine writes it.
+        prefetches: requests wait in the queue while their chunks come from slow tiers.
+        hold_s: how long after an answer the workers are sure to hold what they found.
+        loads_between_steps: requests wait for their load, and no step does.
     """
 
     chunk_size: int
@@ -61,15 +63,9 @@ class SchedulerOptions:
     save_unfull_chunk: bool = False
     may_load: bool = True
     may_store: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """An answered lookup that no load was planned for yet."""
-
-    lookup_id: str
-    num_tokens: int
-    num_computed: int
+    prefetches: bool = False
+    hold_s: float = 60.0
+    loads_between_steps: bool = False
 
 
 class SchedulerSide:
@@ -85,16 +81,20 @@ class SchedulerSide:
         self._client = client
         self._options = options
         self._loras = LoraNames()
-        self._ids = itertools.count()
+        self._asking = Asking(client, prefetches=options.prefetches, hold_s=options.hold_s)
         self._tracked: dict[str, TrackedRequest] = {}
-        self._found: dict[str, _Found] = {}
         self._loads: list[LoadSpec] = []
         self._known_failures: dict[int, int] = {}
         self._suspects: set[str] = set()  # requests that lived when a load failed
         self._num_resets = 0
         self._reset_tag = ""  # names what is computed since the last reset
 
-    def match(self, request: Request, num_computed: int) -> int:
+    @property
+    def loads_between_steps(self) -> bool:
+        """Requests wait for their load, and no step does."""
+        return self._options.loads_between_steps
+
+    def match(self, request: Request, num_computed: int) -> int | None:
         """How many tokens beyond ``num_computed`` can be loaded for a waiting request.
 
         Args:
@@ -102,39 +102,32 @@ class SchedulerSide:
             num_computed: tokens that the engine has itself, a multiple of the block size.
 
         Returns:
-            Tokens to load; their chunks are leased until :meth:`plan_saves`. At most all but the
-            last token, which the engine must compute.
+            Tokens to load, whose chunks are leased. At most all but the last token, which the
+            engine must compute. None: not yet, chunks are on their way into memory.
         """
         tracked = self._track(request)
-        self._drop_found(request.request_id)
         num_asked = request.num_tokens
         if not self._options.save_unfull_chunk:
             num_asked -= num_asked % self._options.chunk_size
         limit = request.num_tokens - 1
         if (
             tracked.scope is None
+            or not tracked.may_load
             or not self._options.may_load
             or request.skip_reading_prefix_cache
             or min(num_asked, limit) <= num_computed
         ):
+            self._asking.drop(request.request_id)
             return 0
-        lookup_id = f"{request.request_id}#{next(self._ids)}"
-        found = self._client.lookup(
-            lookup_id,
-            tracked.token_bytes(num_asked),
-            scope=tracked.scope,
-            pin=True,
-            counted=not tracked.was_asked,
-        )
-        tracked.was_asked = True
+        found = self._asking.ask(request.request_id, tracked, num_asked)
+        if found is None:
+            return None
         tracked.saved = found
         tracked.found, tracked.found_after = found, num_computed
         num_external: int = min(found, limit) - num_computed
         if num_external <= 0:
-            if found:
-                self._client.unpin([lookup_id])
+            self._asking.drop(request.request_id)
             return 0
-        self._found[request.request_id] = _Found(lookup_id, found, num_computed)
         return num_external
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
@@ -145,23 +138,24 @@ class SchedulerSide:
         """
         if num_external <= 0:
             return  # plan_saves() ends the lease, if there is one
-        found = self._found.get(request.request_id)
         tracked = self._tracked.get(request.request_id)
-        if found is None or tracked is None or tracked.scope is None:
+        lookup_id = self._asking.take(request.request_id)
+        if lookup_id is None or tracked is None or tracked.scope is None:
             raise LookupServiceError(f"nothing was found for {request.request_id}")
-        end = found.num_computed + num_external
+        end = tracked.found_after + num_external
         size = self._options.chunk_size
-        num_tokens = min(-(-end // size) * size, found.num_tokens)
+        num_tokens = min(-(-end // size) * size, int(tracked.found))
         load = LoadSpec(
-            lookup_id=found.lookup_id,
+            lookup_id=lookup_id,
             tokens=tracked.token_bytes(num_tokens),
             scope=tracked.scope,
-            start=found.num_computed,
+            start=tracked.found_after,
             end=end,
             block_ids=tuple(blocks.get_block_ids()[0]),
+            req_id=request.request_id,
+            is_waited_for=self._options.loads_between_steps,
         )
         self._loads.append(load)
-        del self._found[request.request_id]
 
     def sources(self, request: Request, num_external: int) -> dict[CacheHitSource, int]:
         """In which tiers the tokens are that were promised for a request."""
@@ -170,11 +164,14 @@ class SchedulerSide:
             return {}
         return hit_sources(tracked.found, tracked.found_after, num_external)
 
-    def break_promise(self, blocks: KVCacheBlocks) -> None:
+    def break_promise(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Plan a load that fails, so that the engine hears that it cannot count on these blocks."""
         block_ids = tuple(blocks.get_block_ids()[0])
         end = len(block_ids) * self._options.block_size
-        self._loads.append(LoadSpec("", b"", PLAIN, 0, end, block_ids))
+        self._asking.drop(request.request_id)
+        is_waited_for = self._options.loads_between_steps
+        spec = LoadSpec("", b"", PLAIN, 0, end, block_ids, request.request_id, is_waited_for)
+        self._loads.append(spec)
 
     def take_loads(self) -> StepMeta:
         """The loads of the step that was just scheduled."""
@@ -182,8 +179,8 @@ class SchedulerSide:
         return StepMeta(loads, [], dict(self._known_failures), self._num_resets)
 
     def plan_saves(self, output: SchedulerOutput) -> list[SaveSpec]:
-        """The saves of the step that was just scheduled; ends the leases of who is not in it."""
-        self._drop_all_found()
+        """The saves of the step that was just scheduled; ends what was found in vain."""
+        self._asking.end_step(is_idle=not output.total_num_scheduled_tokens)
         blocks = output.kv_connector_block_state
         if blocks is None or not self._options.may_store:
             return []
@@ -216,8 +213,11 @@ class SchedulerSide:
         """The workers' report on a step.
 
         After a failed load nothing is stored of any request that lived then, nor of one that came
-        while such a request still lives and whose prefix may be shared with it.
+        while such a request still lives and whose prefix may be shared with it. A load for which
+        its request waited spoils nothing; it is not tried again, or it might fail for ever.
         """
+        for req_id in meta.failed_requests & self._tracked.keys():
+            self._tracked[req_id].may_load = False
         news = {
             rank: count
             for rank, count in meta.failures.items()
@@ -235,7 +235,7 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> None:
         """The request is over, however it ended. A planned load's lease is the worker's."""
-        self._drop_found(request.request_id)
+        self._asking.drop(request.request_id)
         self._tracked.pop(request.request_id, None)
         self._suspects.discard(request.request_id)
 
@@ -249,7 +249,7 @@ class SchedulerSide:
         Raises:
             LookupServiceError: a worker did not answer in time.
         """
-        self._drop_all_found()
+        self._asking.drop_all()
         self._reset_tag = f"reset {uuid.uuid4()}"
         for tracked in self._tracked.values():
             tracked.may_store = False
@@ -259,7 +259,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """End what was found and let go of the workers."""
-        self._drop_all_found()
+        self._asking.drop_all()
         self._client.close()
 
     def _track(self, request: Request) -> TrackedRequest:
@@ -297,16 +297,6 @@ class SchedulerSide:
         if self._options.save_unfull_chunk and end < prompt <= num_after:
             return prompt
         return end
-
-    def _drop_found(self, req_id: str) -> None:
-        found = self._found.pop(req_id, None)
-        if found is not None:
-            self._client.unpin([found.lookup_id])
-
-    def _drop_all_found(self) -> None:
-        if self._found:
-            self._client.unpin([found.lookup_id for found in self._found.values()])
-            self._found.clear()
 
 
 def _computed_before(output: SchedulerOutput) -> list[tuple[str, int]]:

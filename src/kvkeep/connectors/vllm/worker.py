@@ -9,76 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvkeep.connectors.vllm.background import BackgroundLoads
+from kvkeep.connectors.vllm.counted_resets import CountedResets
 from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.stats import KVKeepStats, StepStats
 from kvkeep.connectors.vllm.step_clock import StepClock
-from kvkeep.engine import CacheEngine, CheckReport
 from kvkeep.errors import KVKeepError
 from kvkeep.gpu.base import SKIP_SLOT
 from kvkeep.identity import CacheIdentity
 from kvkeep.keys import TOKEN_BYTES
 from kvkeep.lookup.server import LookupServer
 from kvkeep.manager import CacheManager
-from kvkeep.results import FoundTokens
-from kvkeep.tokens import RequestScope
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
-
-
-class _CountedResets:
-    """The engine as the lookup server sees it; counts how often all of it was cleared."""
-
-    def __init__(self, engine: CacheEngine) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._num_resets = 0  # guarded by _lock
-
-    @property
-    def num_resets(self) -> int:
-        with self._lock:
-            return self._num_resets
-
-    def lookup(
-        self,
-        tokens: object,
-        *,
-        lookup_id: str | None,
-        pin: bool,
-        scope: RequestScope,
-        counted: bool,
-    ) -> int:
-        return self._engine.lookup(
-            tokens, lookup_id=lookup_id, pin=pin, scope=scope, counted=counted
-        )
-
-    def async_lookup(
-        self, tokens: object, *, lookup_id: str, scope: RequestScope, counted: bool
-    ) -> Future[FoundTokens]:
-        return self._engine.async_lookup(tokens, lookup_id=lookup_id, scope=scope, counted=counted)
-
-    def lookup_unpin(self, lookup_id: str) -> object:
-        return self._engine.lookup_unpin(lookup_id)
-
-    def lookup_keep(self, lookup_id: str, num_tokens: int) -> None:
-        self._engine.lookup_keep(lookup_id, num_tokens)
-
-    def check(self) -> CheckReport:
-        return self._engine.check()
-
-    def clear(self, locations: Collection[str] | None = None) -> int:
-        if locations is None:
-            with self._lock:
-                self._num_resets += 1  # first: a save that starts now must not outlive the reset
-        return self._engine.clear(locations)
 
 
 class WorkerSide:
@@ -112,9 +62,11 @@ class WorkerSide:
         self._engine = manager.engine
         self._rank = rank
         self._block_size = block_size
-        self._resets = _CountedResets(manager.engine)
+        self._resets = CountedResets(manager.engine)
         self._failures = 0
         self._invalid_blocks: set[int] = set()
+        self._background = BackgroundLoads(self._load_one)
+        self._failed_requests: set[str] = set()  # whose load between steps failed, not yet reported
         self._gaps: dict[str, int] = {}  # request -> tokens stored of it before a save fell short
         self._stats = StepStats()
         self._clock = StepClock(manager.storage.cost.note_prefill, runs_ahead=runs_ahead)
@@ -124,12 +76,19 @@ class WorkerSide:
         )
 
     def load(self, meta: StepMeta) -> None:
-        """Load what the scheduler promised this step; complete on return."""
+        """Load what the scheduler promised this step; complete on return.
+
+        A load for which the request waits is only begun, see :meth:`take_finished_loads`.
+        """
         for spec in meta.loads:
+            if spec.is_waited_for:
+                self._background.submit(spec)
+                continue
             loaded_to = self._load_one(spec)
             self._stats.loaded_tokens += loaded_to - spec.start
             if loaded_to < spec.end:
                 self._report_failure(spec, loaded_to)
+                self._failures += 1
         self._clock.loads_ended()
 
     def save(self, meta: StepMeta) -> None:
@@ -159,6 +118,21 @@ class WorkerSide:
         if self._resets.num_resets != num_resets:
             self._engine.clear()  # the reset came while something older was on its way in
 
+    def take_finished_loads(self) -> set[str]:
+        """Requests whose load between steps has ended since the last call, however it ended.
+
+        The blocks that lack what was promised are among the invalid ones from now on. Nothing was
+        computed on them, since the request waited.
+        """
+        finished: set[str] = set()
+        for spec, loaded_to in self._background.take_done():
+            finished.add(spec.req_id)
+            self._stats.loaded_tokens += loaded_to - spec.start
+            if loaded_to < spec.end:
+                self._report_failure(spec, loaded_to)
+                self._failed_requests.add(spec.req_id)
+        return finished
+
     def take_invalid_blocks(self) -> set[int]:
         """Blocks that this step should have loaded and did not."""
         blocks, self._invalid_blocks = self._invalid_blocks, set()
@@ -171,7 +145,8 @@ class WorkerSide:
 
     def report(self) -> WorkerMeta:
         """What the scheduler has to know after each step."""
-        return WorkerMeta({self._rank: self._failures})
+        failed, self._failed_requests = self._failed_requests, set()
+        return WorkerMeta({self._rank: self._failures}, failed)
 
     def forget(self, req_ids: set[str]) -> None:
         """These requests are over."""
@@ -187,8 +162,9 @@ class WorkerSide:
         )
 
     def close(self) -> None:
-        """Stop answering and give all memory back."""
+        """Stop answering and loading, and give all memory back."""
         self._server.close()
+        self._background.close()
         self._manager.close()
 
     def _load_one(self, spec: LoadSpec) -> int:
@@ -215,7 +191,6 @@ class WorkerSide:
         first = loaded_to // self._block_size
         last = -(-spec.end // self._block_size)
         self._invalid_blocks.update(spec.block_ids[first:last])
-        self._failures += 1
         self._stats.failed_tokens += spec.end - loaded_to
         logger.warning(
             "%d of %d promised tokens were not loaded", spec.end - loaded_to, spec.end - spec.start
