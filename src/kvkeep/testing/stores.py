@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -72,6 +72,10 @@ class TestingSink(ValueSink):
         assert self.header is not None
         assert not self.is_finished
         self.is_finished = True
+
+    def hold(self) -> Callable[[], None]:
+        """Its memory is nobody else's anyway."""
+        return lambda: None
 
     def fail(self, cause: str) -> None:
         """Note it."""

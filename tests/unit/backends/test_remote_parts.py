@@ -380,7 +380,7 @@ def test_the_causes_of_failures_are_the_clients(calls, connector, metrics):
         calls.put([], [], soon(), Breaker())
     connector.before = fail(KeyError("a mistake"), KeyError("a mistake"))
     with pytest.raises(BackendError, match="KeyError"):
-        calls.remove(["a"], soon(), Breaker())
+        calls.remove(["a"], soon())
     head = 'kvkeep_failures_total{tier="RemoteBackend",operation='
     assert failures(metrics) == {
         f'{head}"put",cause="ConnectionResetError"}}': 2.0,
@@ -408,7 +408,7 @@ def test_an_answer_of_another_length_is_a_failure(calls, connector, operation, c
     run = {
         "sizes": lambda: calls.sizes(["a", "b"], soon(), Breaker()),
         "put": lambda: calls.put(["a"], [VALUE], soon(), Breaker()),
-        "remove": lambda: calls.remove(["a", "b"], soon(), Breaker()),
+        "remove": lambda: calls.remove(["a", "b"], soon()),
     }[operation]
     with pytest.raises(BackendError, match="answers for"):
         run()

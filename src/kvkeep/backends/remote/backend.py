@@ -136,7 +136,7 @@ class RemoteBackend(StorageBackendInterface):
             self._known,
             StoreRules(digest, full_chunk, codec, options.store_timeout_s),
             pool=self._pool,
-            breakers=(self._condition.stores, self._condition.refusals),
+            breakers=(self._condition.loads, self._condition.stores, self._condition.refusals),
             reports=self._reports,
         )
         self._removal = RemoteRemoval(

@@ -17,7 +17,7 @@ retried here: RemoteBackend does it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -131,6 +131,14 @@ class ValueSink(ABC):
         """The payload is complete."""
 
     @abstractmethod
+    def hold(self) -> Callable[[], None]:
+        """Keep the memory that :meth:`expected` gave from being used for anything else.
+
+        For a client whose call writes there and cannot be ended: it is held before ``get`` returns,
+        until the function that this returns is called, from any thread, when the call has ended.
+        """
+
+    @abstractmethod
     def fail(self, cause: str) -> None:
         """Something is under this name that is no value of ours (say, a list). It is removed."""
 
@@ -172,7 +180,7 @@ class RemoteConnector(ABC):
 
         A size is bounded (``max_value_bytes``) before anything is allocated or read: a larger one
         goes to ``begin`` with an empty header. When this returns or raises, nothing writes into a
-        sink's memory any more, whatever a server still sends.
+        sink's memory any more that is not held (``hold``), whatever a server still sends.
 
         Raises:
             BackendError: the store failed. Sinks that were finished before are good.

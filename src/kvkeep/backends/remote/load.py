@@ -166,6 +166,14 @@ class ChunkLoad(ValueSink):
         obj, self._other = self._other, None
         self._end(obj)
 
+    def hold(self) -> Callable[[], None]:
+        """See the interface: one more reference to the memory for a full chunk."""
+        obj = self._obj
+        if obj is None:
+            return lambda: None
+        obj.ref_count_up()
+        return obj.ref_count_down
+
     def fail(self, cause: str) -> None:
         """See the interface."""
         self._refuse(cause)

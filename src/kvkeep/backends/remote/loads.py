@@ -212,7 +212,7 @@ class RemoteLoads:
         """Remove values. A failure is counted, and left to the next reader."""
         with contextlib.suppress(BackendError):
             if names:
-                self._calls.remove(names, time.monotonic() + _REMOVE_TIMEOUT_S, self._breaker)
+                self._calls.remove(names, time.monotonic() + _REMOVE_TIMEOUT_S)
 
     def _take(self, load: ChunkLoad | None, deadline: float) -> MemoryObj | None:
         """The chunk of a load, with one reference for the caller, if it is in by the deadline."""

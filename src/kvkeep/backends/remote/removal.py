@@ -45,7 +45,7 @@ class RemoteRemoval:
             calls: to the store.
             prefix: of the writer's names.
             pool: where calls run.
-            breaker: told how they do.
+            breaker: told how going through all does.
             reports: where late ones are counted.
             timeouts_s: of removing some chunks, and of going through all.
         """
@@ -92,7 +92,7 @@ class RemoteRemoval:
             batch = list(islice(names, _AT_ONCE))
             if not batch:
                 return -1
-            return sum(self._calls.remove(batch, deadline, self._breaker))
+            return sum(self._calls.remove(batch, deadline))
 
         while True:
             done = self._wait(remove_some, deadline, operation)

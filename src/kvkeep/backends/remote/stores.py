@@ -80,7 +80,7 @@ class RemoteStores:
         rules: StoreRules,
         *,
         pool: IOPool,
-        breakers: tuple[Breaker, Breaker],
+        breakers: tuple[Breaker, Breaker, Breaker],
         reports: RemoteReports,
     ) -> None:
         """Nothing is queued yet.
@@ -90,14 +90,15 @@ class RemoteStores:
             known: what need not be stored.
             rules: how to.
             pool: where it runs.
-            breakers: of stores; and one that opens while the store refuses what it is given.
+            breakers: of loads, which also questions are; of stores; and one that opens while the
+                store refuses what it is given.
             reports: where drops are counted.
         """
         self._calls = calls
         self._known = known
         self._rules = rules
         self._pool = pool
-        self._breaker, self._refusals = breakers
+        self._questions, self._breaker, self._refusals = breakers
         self._reports = reports
         self._prefix = name_prefix(rules.identity)
 
@@ -194,7 +195,7 @@ class RemoteStores:
         """Which of these somebody else has stored: a small question that may save a large value."""
         names = [self._name(one) for one in group]
         most = HEADER_BYTES + self._rules.full.size_bytes
-        sizes = self._calls.sizes(names, deadline, self._breaker) if names else []
+        sizes = self._calls.sizes(names, deadline, self._questions) if names else []
         return [HEADER_BYTES < size <= most for size in sizes]
 
     def _put(self, group: Sequence[Pending], deadline: float) -> list[Refusal | None]:
@@ -205,10 +206,11 @@ class RemoteStores:
         seconds = (time.perf_counter() - started) / len(group)
         for one, answer in zip(group, answers, strict=True):
             if answer is None:
-                self._refusals.succeeded()
                 self._reports.stored(one.obj.size_bytes, seconds)
-            elif answer is not Refusal.TOO_LARGE:
-                self._refusals.failed()
+        if None in answers:
+            self._refusals.succeeded()
+        if set(answers) - {None, Refusal.TOO_LARGE}:
+            self._refusals.failed()
         return answers
 
     def _value(self, one: Pending) -> Value:
@@ -227,7 +229,7 @@ class RemoteStores:
         """Remove a value whose chunk was removed while it was stored."""
         deadline = time.monotonic() + self._rules.timeout_s
         with contextlib.suppress(BackendError):  # it was counted
-            self._calls.remove([self._name(one)], deadline, self._breaker)
+            self._calls.remove([self._name(one)], deadline)
 
     def _lose(self, group: Sequence[Pending], cause: str) -> None:
         """These are not stored."""
