@@ -124,7 +124,7 @@ def test_fault_47_a_waiting_request_is_counted_once(toy_engine):
     asked = engine.metric("kvkeep_lookup_tokens_total")
     engine.run_all()
     assert engine.metric("kvkeep_lookup_tokens_total") == asked + 40
-    assert next(engine.connector._scheduler._ids) > 6, "it was asked about again and again"
+    assert next(engine.connector._scheduler._asking._ids) > 6, "it was asked about again and again"
     engine.finish()
 
 
@@ -142,7 +142,7 @@ def test_fault_17_aborted_before_it_is_scheduled(toy_engine):
     engine.advance()
     engine.advance()
     assert engine.requests["c"].num_computed_tokens == 0
-    assert engine.connector._scheduler._found == {}
+    assert len(engine.connector._scheduler._asking) == 0
     assert leases(engine) == 0
     engine.abort("c")
     engine.run_all()

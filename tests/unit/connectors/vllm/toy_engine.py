@@ -33,6 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvkeep.connectors.vllm import KVKeepConnector
 from kvkeep.errors import LookupServiceError
+from kvkeep.testing.chunks import wait_until
 
 BLOCK = 4
 CHUNK = 8
@@ -133,6 +134,7 @@ class Step:
     scheduled: Any
     failures_known: int
     answer: ModelRunnerOutput | None = None
+    failed: bool = False
 
 
 class ToyEngine:
@@ -166,6 +168,7 @@ class ToyEngine:
         self._max_steps = 2 if config.scheduler_config.async_scheduling else 1
         self._queue: deque[Step] = deque()
         self._tables: dict[str, list[int]] = {}
+        self._loading: dict[str, Any] = {}  # loads between steps, by request
         self.truths: dict[str, Truth] = {}
         self.requests: dict[str, Request] = {}
         self.loaded_tokens = 0
@@ -264,12 +267,19 @@ class ToyEngine:
         """Check what is stored and that nothing is held; release everything."""
         self.run_all()
         self.check_stored()
+        backend = self.backend
+        wait_until(lambda: backend.memcheck().num_objects == len(backend.keys()))
         report = self.client.check()[0]
         assert report.open_leases == 0
         assert report.used_bytes + report.free_bytes == report.capacity_bytes
         assert report.num_chunks * CHUNK_BYTES == report.used_bytes
         assert not self.connector.failures
         assert not self.connector._scheduler._tracked
+        assert not len(self.connector._scheduler._asking)
+        assert not self._loading
+        prefetcher = self.engine._storage.prefetcher
+        wait_until(lambda: prefetcher.num_lookups == prefetcher.num_chunks_held == 0)
+        assert len(prefetcher.events) == 0
         assert self.worker._connector_metadata is None
         self.close()
 
@@ -283,32 +293,38 @@ class ToyEngine:
 
     def _settle(self) -> None:
         step = self._queue.popleft()
-        self._failures_known += bool(step.answer.kv_connector_output.invalid_block_ids)
+        self._failures_known += step.failed
         self.scheduler.update_from_output(step.scheduled, step.answer)
 
     def _run(self, step: Step) -> None:
         output = step.scheduled
+        meta = output.kv_connector_metadata
         worker = self.worker
-        worker.bind_connector_metadata(output.kv_connector_metadata)
+        worker.bind_connector_metadata(meta)
         if output.has_sync_kv_loads:
             worker.start_load_kv(None)
         self._update_tables(output)
+        self._loading.update({spec.req_id: spec for spec in meta.loads if spec.is_waited_for})
         invalid = set(worker._worker._invalid_blocks)
-        self._check_loads(output.kv_connector_metadata, invalid)
+        self._check_loads([spec for spec in meta.loads if not spec.is_waited_for], invalid)
         self.num_failed_steps += bool(invalid)
         answer = self._forward(output, explained=step.failures_known < self.num_failed_steps)
         if not output.has_sync_kv_loads:
             worker.start_load_kv(None)
         worker.wait_for_save()
-        worker.get_finished(output.finished_req_ids)
+        _, finished = worker.get_finished(output.finished_req_ids)
+        reported = worker.get_block_ids_with_load_errors()
+        self._check_loads([self._loading.pop(name) for name in finished or ()], reported)
         answer.kv_connector_output = KVConnectorOutput(
             finished_sending=set(),
-            finished_recving=set(),
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            finished_recving=finished or set(),
+            invalid_block_ids=reported,
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
-        assert answer.kv_connector_output.invalid_block_ids == invalid
+        assert reported >= invalid
+        assert finished or reported == invalid
         worker.clear_connector_metadata()
+        step.failed = bool(invalid)
         step.answer = answer
 
     def _update_tables(self, output) -> None:
@@ -320,9 +336,9 @@ class ToyEngine:
                 self._tables[req_id] = []
             self._tables[req_id] += new[0] if new is not None else []
 
-    def _check_loads(self, meta, invalid: set[int]) -> None:
+    def _check_loads(self, loads, invalid: set[int]) -> None:
         """Every block that was loaded and not reported holds exactly what was promised."""
-        for spec in meta.loads:
+        for spec in loads:
             for index in range(spec.start // BLOCK, -(-spec.end // BLOCK)):
                 if spec.block_ids[index] in invalid:
                     continue

@@ -1,0 +1,175 @@
+"""Asking: what the workers were asked for waiting requests, and what they have found.
+
+Scheduler process only, from the scheduler's thread. There are two forms. Without slow tiers a
+question is answered within the call, and what is found is held until the end of the step. With
+them a question is only started: the request waits in vLLM's queue, asked about again in every step,
+while its chunks travel into memory. What was found in that way is held for as long as the request
+waits, since somebody brought it for this request; everything that waiting requests hold is bounded
+by ``prefetch.memory``.
+
+Each question has an id of its own, so a lease that is still on its way is never taken for a later
+one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+
+from kvkeep.connectors.vllm.requests import TrackedRequest
+from kvkeep.lookup.client import LookupClient
+from kvkeep.results import FoundTokens
+from kvkeep.tokens import RequestScope
+
+#: How long a step waits, over all its requests, for answers that come at once. A slow tier that has
+#: nothing mostly says so by then, and the request need not wait for the next step.
+GRACE_S = 0.003
+#: How long an engine that has nothing else to do waits for a worker's word instead of going round.
+IDLE_WAIT_S = 0.004
+#: Steps in a row without any token after which an engine has nothing else to do; one more than can
+#: be under way at once.
+_IDLE_STEPS = 3
+
+
+@dataclass(slots=True)
+class _Question:
+    """One question for one request.
+
+    Attributes:
+        lookup_id: names it, and the leases.
+        num_asked: tokens of the request that it is about.
+        scope: what the request adds to the identity.
+        found: the answer; None: not yet.
+        is_late: the request has been told "not yet".
+        held_until: value of ``time.monotonic()`` after which the answer is not relied upon.
+    """
+
+    lookup_id: str
+    num_asked: int
+    scope: RequestScope
+    found: FoundTokens | None = None
+    is_late: bool = False
+    held_until: float = 0.0
+
+
+class Asking:
+    """Questions and answers by request."""
+
+    def __init__(self, client: LookupClient, *, prefetches: bool, hold_s: float) -> None:
+        """Nothing was asked.
+
+        Args:
+            client: asks the workers.
+            prefetches: what slow tiers have is brought into memory first.
+            hold_s: how long after an answer the workers are sure to hold what they found.
+        """
+        self._client = client
+        self._prefetches = prefetches
+        self._hold_s = hold_s
+        self._ids = itertools.count()
+        self._questions: dict[str, _Question] = {}
+        self._grace_s = GRACE_S
+        self._num_idle_steps = 0
+
+    def ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> FoundTokens | None:
+        """Tokens of the longest prefix that can be loaded; None: not yet.
+
+        Args:
+            req_id: the waiting request.
+            tracked: what is known of it; has a scope.
+            num_asked: leading tokens to ask about.
+        """
+        question = self._questions.get(req_id)
+        if question is not None and not self._is_valid(question, tracked, num_asked):
+            self.drop(req_id)
+            question = None
+        if question is None:
+            question = self._ask(req_id, tracked, num_asked)
+        elif question.found is None:
+            question.found = self._client.poll(question.lookup_id)
+        if question.found is None:
+            question.is_late = True
+            return None
+        if not question.held_until:
+            question.held_until = time.monotonic() + self._hold_s
+            tracked.was_asked = True
+        if not question.found:
+            del self._questions[req_id]
+        return question.found
+
+    def take(self, req_id: str) -> str | None:
+        """The id of an answered question, whose lease is the caller's from now on."""
+        question = self._questions.get(req_id)
+        if question is None or not question.found:
+            return None
+        del self._questions[req_id]
+        return question.lookup_id
+
+    def drop(self, req_id: str) -> None:
+        """The request needs no answer (any more), nor what was found for it."""
+        question = self._questions.pop(req_id, None)
+        if question is not None:
+            self._client.unpin([question.lookup_id])
+
+    def drop_all(self) -> None:
+        """Nobody needs any answer any more."""
+        self._unpin(list(self._questions))
+
+    def end_step(self, *, is_idle: bool) -> None:
+        """A step was scheduled: what was found at once for requests that are not in it is let go.
+
+        Where no step computes anything and answers are awaited, this waits a little for one.
+
+        Args:
+            is_idle: the step computes no token.
+        """
+        self._unpin(
+            [
+                req_id
+                for req_id, question in self._questions.items()
+                if question.found is not None and not question.is_late
+            ]
+        )
+        self._grace_s = GRACE_S
+        self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
+        if self._num_idle_steps >= _IDLE_STEPS:
+            self._client.wait(IDLE_WAIT_S)
+
+    def __len__(self) -> int:
+        """Requests with a question under way, or an answer that is held."""
+        return len(self._questions)
+
+    def _is_valid(self, question: _Question, tracked: TrackedRequest, num_asked: int) -> bool:
+        """What was asked is what would be asked now, and the answer can be relied upon."""
+        if (question.num_asked, question.scope) != (num_asked, tracked.scope):
+            return False
+        if question.found is None:
+            return True
+        return question.is_late and time.monotonic() < question.held_until
+
+    def _ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> _Question:
+        """Ask anew; the question is answered already if the answer comes at once."""
+        lookup_id = f"{req_id}#{next(self._ids)}"
+        tokens = tracked.token_bytes(num_asked)
+        scope = tracked.scope
+        if scope is None:
+            raise ValueError(f"{req_id} has no name for its KV")
+        counted = not tracked.was_asked
+        question = self._questions[req_id] = _Question(lookup_id, num_asked, scope)
+        if not self._prefetches:
+            question.found = self._client.lookup(lookup_id, tokens, scope=scope, counted=counted)
+            return question
+        self._client.start(lookup_id, tokens, scope=scope, counted=counted)
+        question.found = self._client.poll(lookup_id)
+        while question.found is None and self._grace_s > 0:
+            started = time.monotonic()
+            self._client.wait(self._grace_s)
+            self._grace_s -= time.monotonic() - started
+            question.found = self._client.poll(lookup_id)
+        return question
+
+    def _unpin(self, req_ids: list[str]) -> None:
+        lookup_ids = [self._questions.pop(req_id).lookup_id for req_id in req_ids]
+        if lookup_ids:
+            self._client.unpin(lookup_ids)
