@@ -132,7 +132,7 @@ class _Tier:
     """What is known of one tier."""
 
     observed: Observed = field(default_factory=Observed)
-    asked_at: float = 0.0  # when it was last asked
+    asked_at: float = 0.0  # when it was last asked, or has answered
     on_trial: bool = False  # its next answer replaces what is known
 
 
@@ -205,7 +205,7 @@ class CostRule:
                 return
             before = Observed() if known.on_trial else known.observed
             known.observed = before.plus(num_chunks, seconds)
-            known.on_trial = False
+            known.on_trial, known.asked_at = False, now
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine has computed so many tokens of prompts in ``seconds``."""
