@@ -16,6 +16,7 @@ from kvkeep.cli.doctor import doctor
 from kvkeep.cli.fsck import fsck
 from kvkeep.cli.inspect import inspect
 from kvkeep.cli.replay import replay
+from kvkeep.cli.top import top
 
 app = typer.Typer(
     name="kvkeep",
@@ -35,6 +36,7 @@ app.command(epilog="Example: kvkeep fsck /var/cache/kvkeep --repair")(fsck)
 app.command(epilog="Example: kvkeep replay trace.jsonl --size 64GiB,128GiB --policy reuse,lru")(
     replay
 )
+app.command(epilog="Example: kvkeep top --once --json")(top)
 
 
 def _print_version(asked: bool) -> None:
