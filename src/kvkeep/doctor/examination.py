@@ -15,6 +15,7 @@ from kvkeep.doctor.disk import DISK_PROBES
 from kvkeep.doctor.machine import MACHINE_PROBES
 from kvkeep.doctor.memory import MEMORY_PROBES
 from kvkeep.doctor.model import MODEL_PROBES
+from kvkeep.doctor.remote import REMOTE_PROBES
 from kvkeep.doctor.software import SOFTWARE_PROBES
 from kvkeep.doctor.tiers import TIER_PROBES
 
@@ -25,6 +26,7 @@ PROBES: tuple[Probe, ...] = (
     *SOFTWARE_PROBES,
     *MODEL_PROBES,
     *DISK_PROBES,
+    *REMOTE_PROBES,
     *TIER_PROBES,
 )
 
