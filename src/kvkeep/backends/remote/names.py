@@ -33,6 +33,16 @@ def _object_store(url: RemoteURL, options: ConnectorOptions) -> RemoteConnector:
     return ObjectStoreConnector(url, options)
 
 
+def _mooncake(url: RemoteURL, options: ConnectorOptions) -> RemoteConnector:
+    try:
+        from kvkeep.backends.remote.mooncake import MooncakeConnector
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("mooncake://", "mooncake") from error
+    except ImportError as error:  # such as libibverbs.so.1, which is no Python package
+        raise ConfigError(f"mooncake:// lacks a library of the system: {error}") from error
+    return MooncakeConnector(url, options)
+
+
 _OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "http", "https")
 _REDIS_SCHEMES = [
     "unix",
@@ -48,6 +58,7 @@ CONNECTORS: dict[str, MakeConnector] = {
     "file": _directory,
     **dict.fromkeys(_REDIS_SCHEMES, _redis),
     **dict.fromkeys(_OBJECT_STORES, _object_store),
+    "mooncake": _mooncake,
 }
 
 

@@ -148,7 +148,12 @@ class ObjectStoreConnector(RemoteConnector):
         size_bytes = answer.meta["size"]
         if size_bytes > self._max_value_bytes:
             return _TOO_LARGE, None  # the answer is dropped here, and with it its connection
-        return size_bytes, await answer.bytes_async()
+        try:
+            return size_bytes, await answer.bytes_async()
+        except GenericError:
+            if await self._size(name):
+                raise
+            return 0, None  # it was removed while it was sent
 
     def remove(self, names: Sequence[str], timeout_s: float) -> list[bool]:
         """See the interface. Stores do not say whether there was one, so that is asked first."""

@@ -7,6 +7,7 @@ started are ever sent a signal, by their own process id.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -52,14 +53,27 @@ def find_program(name: str) -> str:
     return found
 
 
-def library_environment(program: str) -> dict[str, str]:
-    """What a program that was unpacked needs in its environment to find its libraries."""
+def library_environment() -> dict[str, str]:
+    """What a program needs in its environment to find libraries that were unpacked."""
     folder = servers_folder()
-    if not Path(program).is_relative_to(folder):
+    tops = [folder / "usr" / "lib", folder / "lib"]
+    found = [str(path) for top in tops for path in (*top.glob("*-linux-gnu*"), top)]
+    if not any(top.is_dir() for top in tops):
         return {}
-    libraries = [str(path) for path in (folder / "usr" / "lib").glob("*-linux-gnu*")]
-    libraries.append(str(folder / "usr" / "lib"))
-    return {"LD_LIBRARY_PATH": ":".join(libraries)}
+    return {"LD_LIBRARY_PATH": ":".join([*found, *_given("LD_LIBRARY_PATH")])}
+
+
+def load_libraries(*names: str) -> None:
+    """Load libraries that were unpacked, the needed ones first, before a module asks for them."""
+    for name in names:
+        for top in ("usr/lib", "lib"):
+            for path in sorted((servers_folder() / top).rglob(name)):
+                ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+
+
+def _given(variable: str) -> list[str]:
+    value = os.environ.get(variable, "")
+    return [value] if value else []
 
 
 def free_port(*, also_above: int = 0) -> int:
@@ -149,8 +163,7 @@ class ServerProcess:
         """
         if self._child is not None:
             raise ServerError(f"{self.name} is running already")
-        program = self.command[0]
-        env = {**os.environ, **library_environment(program), **self.env}
+        env = {**os.environ, **library_environment(), **self.env}
         with (self.home / f"{self.name}.log").open("ab") as log:
             self._child = subprocess.Popen(
                 [*_end_with_parent(), *self.command],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import subprocess
@@ -166,7 +167,7 @@ def redis_cluster(size: int = 3) -> Iterator[list[RedisServer]]:
             check=True,
             capture_output=True,
             timeout=START_TIMEOUT_S,
-            env=library_environment(program) or None,
+            env={**os.environ, **library_environment()},
         )
         _wait_for(servers, "cluster_state:ok", "CLUSTER", "INFO")
         yield servers
