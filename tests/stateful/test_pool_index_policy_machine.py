@@ -37,6 +37,7 @@ class Order:
     def __init__(self, policy):
         self.policy = policy
         self.entries: dict[int, list[int]] = {}
+        self.counted_early: set[int] = set()
         self.time = 0
 
     def put(self, number):
@@ -48,7 +49,26 @@ class Order:
             if number in self.entries:
                 self.time += 1
                 self.entries[number][1] = self.time
+                self.entries[number][2] += number not in self.counted_early
+                self.counted_early.discard(number)
+
+    def forget(self, number):
+        del self.entries[number]
+        self.counted_early.discard(number)
+
+    def set_aside(self, run):
+        """Pinned chunks that a search met: they stand as far from its start as the policy lets."""
+        for number in run:
+            if self.policy == "lfu" and number in self.counted_early:
+                continue
+            self.time += 1
+            if self.policy == "fifo":
+                self.entries[number][0] = self.time
+            else:
+                self.entries[number][1] = -self.time if self.policy == "mru" else self.time
+            if self.policy == "lfu":
                 self.entries[number][2] += 1
+                self.counted_early.add(number)
 
     def note(self, run):
         """A prompt: its later chunks shall go first."""
@@ -93,8 +113,17 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, first, count):
         self.metrics = Metrics()
         allocator = initialize_allocator(CAPACITY * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
-        self.pool = LocalCPUBackend(allocator, create_policy(self.policy), metrics=self.metrics)
+        policy = create_policy(self.policy)
+        self.pool = LocalCPUBackend(allocator, policy, metrics=self.metrics)
         self.order = Order(self.policy)
+        set_aside = policy.set_aside
+
+        def watched(keys, mapping):
+            assert all(mapping[key].is_pinned for key in keys)
+            self.order.set_aside([KEYS.index(key) for key in keys])
+            set_aside(keys, mapping)
+
+        policy.set_aside = watched
         self.readers: list[tuple[list[int], References]] = []
         self.leases: list[tuple[list[int], Lease]] = []
         self.buffers: list[References] = []
@@ -113,7 +142,7 @@ class PoolMachine(RuleBasedStateMachine):
                 del self.held[name]
 
     def _forget(self, number):
-        del self.order.entries[number]
+        self.order.forget(number)
         self.generation[number] += 1
 
     def _is_held(self, number):

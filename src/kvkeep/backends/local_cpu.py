@@ -286,9 +286,14 @@ class LocalCPUBackend(AllocatorBackendInterface):
             kept = {id(obj) for obj in map(self.hot_cache.get, protect) if obj is not None}
 
             def candidates(count: int) -> list[ChunkKey]:
-                return self._policy.get_evict_candidates(
-                    self.hot_cache, count, lambda obj: id(obj) not in kept and _is_idle(obj)
+                passed: list[ChunkKey] = []
+                chosen = self._policy.get_evict_candidates(
+                    self.hot_cache, count, lambda obj: id(obj) not in kept and _is_idle(obj), passed
                 )
+                pinned = [key for key in passed if self.hot_cache[key].is_pinned]
+                if pinned:
+                    self._policy.set_aside(pinned, self.hot_cache)
+                return chosen
 
             def evict(key: ChunkKey) -> None:
                 self._take_out_locked(key).ref_count_down()

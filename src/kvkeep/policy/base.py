@@ -7,7 +7,7 @@ eviction. The backend calls it with its lock held; a policy has no lock and star
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from kvkeep.keys import ChunkKey
@@ -65,6 +65,7 @@ class CachePolicy(ABC, Generic[V]):
         mapping: MutableMapping[ChunkKey, V],
         num_candidates: int,
         can_evict: Callable[[V], bool],
+        passed: list[ChunkKey] | None = None,
     ) -> list[ChunkKey]:
         """Up to ``num_candidates`` keys to evict next, best first. Without side effects.
 
@@ -72,4 +73,41 @@ class CachePolicy(ABC, Generic[V]):
             mapping: the mapping from :meth:`init_mutable_mapping`.
             num_candidates: how many are wanted; fewer are returned if fewer can be evicted.
             can_evict: False for entries that are pinned or referenced.
+            passed: gets the keys that stood before or between the candidates and cannot go.
         """
+
+    @abstractmethod
+    def set_aside(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """``keys`` are pinned, and a search for candidates met them in this order.
+
+        They shall not stand in the way of the next searches, which would otherwise pass all of them
+        again and again. Their use is noted when the pin ends (:meth:`update_on_hit`), so this
+        counts none for good.
+        """
+
+
+def pick(
+    items: Iterable[tuple[ChunkKey, V]],
+    num_candidates: int,
+    can_evict: Callable[[V], bool],
+    passed: list[ChunkKey] | None,
+) -> list[ChunkKey]:
+    """The first ``num_candidates`` keys that can go; see :meth:`CachePolicy.get_evict_candidates`.
+
+    Args:
+        items: chunks in order of eviction.
+        num_candidates: how many are wanted.
+        can_evict: whether a chunk can go.
+        passed: gets the keys before the last candidate that cannot.
+    """
+    chosen: list[ChunkKey] = []
+    if num_candidates < 1:
+        return chosen
+    for key, value in items:
+        if can_evict(value):
+            chosen.append(key)
+            if len(chosen) == num_candidates:
+                break
+        elif passed is not None:
+            passed.append(key)
+    return chosen

@@ -8,11 +8,11 @@ scheme", 2010).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import ClassVar
 
 from kvkeep.keys import ChunkKey
-from kvkeep.policy.base import CachePolicy, V
+from kvkeep.policy.base import CachePolicy, V, pick
 
 
 class _Bucket:
@@ -35,6 +35,7 @@ class LFUPolicy(CachePolicy[V]):
     def __init__(self) -> None:
         self._ring = _Bucket(0)  # always empty; its next has the fewest uses
         self._bucket_of: dict[ChunkKey, _Bucket] = {}
+        self._counted_early: set[ChunkKey] = set()  # set aside, and not used since
 
     def init_mutable_mapping(self) -> MutableMapping[ChunkKey, V]:
         """A plain dict; the order is kept in the buckets."""
@@ -67,12 +68,17 @@ class LFUPolicy(CachePolicy[V]):
     def update_on_hit(self, key: ChunkKey, mapping: MutableMapping[ChunkKey, V]) -> None:
         """One use more."""
         bucket = self._bucket_of[key]
+        if key in self._counted_early:
+            self._counted_early.remove(key)
+            bucket.keys.move_to_end(key)
+            return
         del bucket.keys[key]
         self._insert(key, bucket, bucket.uses + 1)
         self._unlink_if_empty(bucket)
 
     def update_on_force_evict(self, key: ChunkKey) -> None:
         """Forget the chunk and its uses."""
+        self._counted_early.discard(key)
         bucket = self._bucket_of.pop(key)
         del bucket.keys[key]
         self._unlink_if_empty(bucket)
@@ -82,18 +88,24 @@ class LFUPolicy(CachePolicy[V]):
         mapping: MutableMapping[ChunkKey, V],
         num_candidates: int,
         can_evict: Callable[[V], bool],
+        passed: list[ChunkKey] | None = None,
     ) -> list[ChunkKey]:
         """The chunks with the fewest uses."""
-        found: list[ChunkKey] = []
+        items = ((key, mapping[key]) for key in self._in_order())
+        return pick(items, num_candidates, can_evict, passed)
+
+    def set_aside(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Count the use that the end of the pin would count; it then counts none."""
+        for key in keys:
+            if key not in self._counted_early:
+                self.update_on_hit(key, mapping)
+                self._counted_early.add(key)
+
+    def _in_order(self) -> Iterator[ChunkKey]:
         bucket = self._ring.next
         while bucket is not self._ring:
-            for key in bucket.keys:
-                if len(found) >= num_candidates:
-                    return found
-                if can_evict(mapping[key]):
-                    found.append(key)
+            yield from bucket.keys
             bucket = bucket.next
-        return found
 
     def _insert(self, key: ChunkKey, after: _Bucket, uses: int) -> None:
         """Put ``key`` into the bucket for ``uses``, which stands or must stand after ``after``."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping, Sequence
-from itertools import islice
 from typing import ClassVar, cast
 
 from kvkeep.keys import ChunkKey
-from kvkeep.policy.base import CachePolicy, V
+from kvkeep.policy.base import CachePolicy, V, pick
 
 
 class LRUPolicy(CachePolicy[V]):
@@ -42,7 +41,13 @@ class LRUPolicy(CachePolicy[V]):
         mapping: MutableMapping[ChunkKey, V],
         num_candidates: int,
         can_evict: Callable[[V], bool],
+        passed: list[ChunkKey] | None = None,
     ) -> list[ChunkKey]:
         """The least recent chunks."""
-        free = (key for key, value in mapping.items() if can_evict(value))
-        return list(islice(free, num_candidates))
+        return pick(mapping.items(), num_candidates, can_evict, passed)
+
+    def set_aside(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Make them the most recent ones, which the ends of their pins will do for good."""
+        ordered = cast("OrderedDict[ChunkKey, V]", mapping)
+        for key in keys:
+            ordered.move_to_end(key)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping, Sequence
-from itertools import islice
 from typing import ClassVar, cast
 
 from kvkeep.keys import ChunkKey
-from kvkeep.policy.base import CachePolicy, V
+from kvkeep.policy.base import CachePolicy, V, pick
 
 
 class MRUPolicy(CachePolicy[V]):
@@ -46,8 +45,14 @@ class MRUPolicy(CachePolicy[V]):
         mapping: MutableMapping[ChunkKey, V],
         num_candidates: int,
         can_evict: Callable[[V], bool],
+        passed: list[ChunkKey] | None = None,
     ) -> list[ChunkKey]:
         """The most recent chunks."""
         ordered = cast("OrderedDict[ChunkKey, V]", mapping)
-        free = (key for key, value in reversed(ordered.items()) if can_evict(value))
-        return list(islice(free, num_candidates))
+        return pick(reversed(ordered.items()), num_candidates, can_evict, passed)
+
+    def set_aside(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Make them the least recent ones, until the ends of their pins note their use."""
+        ordered = cast("OrderedDict[ChunkKey, V]", mapping)
+        for key in keys:
+            ordered.move_to_end(key, last=False)

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import ClassVar
 
 from kvkeep.keys import ChunkKey
-from kvkeep.policy.base import CachePolicy, V
+from kvkeep.policy.base import CachePolicy, V, pick
 
 #: Share of the pool that newcomers have.
 _PROBATION_SHARE = 0.1
@@ -78,10 +78,16 @@ class ProbationPolicy(CachePolicy[V]):
         mapping: MutableMapping[ChunkKey, V],
         num_candidates: int,
         can_evict: Callable[[V], bool],
+        passed: list[ChunkKey] | None = None,
     ) -> list[ChunkKey]:
         """Unused newcomers while there are too many of them, then the main queue."""
-        free = (key for key in self._in_order() if can_evict(mapping[key]))
-        return list(islice(free, num_candidates))
+        items = ((key, mapping[key]) for key in self._in_order())
+        return pick(items, num_candidates, can_evict, passed)
+
+    def set_aside(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Note the use of newcomers early; make the others the most recent ones."""
+        for key in keys:
+            self.update_on_hit(key, mapping)
 
     def _in_order(self) -> Iterator[ChunkKey]:
         """All chunks as they would go, were they let go one after the other."""

@@ -69,6 +69,7 @@ class ReusePolicy(CachePolicy[V]):
         """Know nothing yet."""
         self._model = ReuseModel(GROUPS, GROUP_ODDS)
         self._index = self._model.indices(_MIN_CHUNKS)
+        self._learned_chunks = _MIN_CHUNKS  # in the pool when the current epoch began
         self._epoch = 0
         self._epoch_part = 0.0  # of the current epoch that has passed
         self._stored: dict[ChunkKey, _Chunk] = {}
@@ -77,7 +78,8 @@ class ReusePolicy(CachePolicy[V]):
         self._num_after: dict[ChunkKey, int] = {}  # stored successors of a chunk, if any
         # chunks without a stored successor, by epoch of the last use and class; none is empty
         self._ends: dict[tuple[int, int], OrderedDict[ChunkKey, None]] = {}
-        self._ranked: list[Rank] = []  # of all queues in _ends, sorted
+        self._ranked: list[Rank] | None = []  # of all queues in _ends, sorted; None: to be made
+        self._aside: set[ChunkKey] = set()  # ends that are pinned, and in no queue therefore
 
     def init_mutable_mapping(self) -> MutableMapping[ChunkKey, V]:
         """A dict; the order is kept apart from it."""
@@ -137,7 +139,10 @@ class ReusePolicy(CachePolicy[V]):
         chunk = self._stored[key]
         is_end = key not in self._num_after
         if chunk.epoch == self._epoch:
-            if is_end:
+            if key in self._aside:
+                self._aside.remove(key)
+                self._add_end(key, chunk)
+            elif is_end:
                 self._ends[chunk.epoch, chunk.chunk_class].move_to_end(key)
             return
         if not is_end:
@@ -165,6 +170,7 @@ class ReusePolicy(CachePolicy[V]):
         mapping: MutableMapping[ChunkKey, V],
         num_candidates: int,
         can_evict: Callable[[V], bool],
+        passed: list[ChunkKey] | None = None,
     ) -> list[ChunkKey]:
         """The ends of chains that are worth least, each followed by its predecessors in their turn.
 
@@ -182,6 +188,8 @@ class ReusePolicy(CachePolicy[V]):
                 key = end[1]
                 end = next(ends, None)
             if not can_evict(mapping[key]):
+                if passed is not None:
+                    passed.append(key)
                 continue
             chosen.append(key)
             before = self._stored[key].before
@@ -199,7 +207,17 @@ class ReusePolicy(CachePolicy[V]):
             ]
         return chosen
 
+    def set_aside(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
+        """Take those that are ends out of their queues, until their use or the next epoch."""
+        for key in keys:
+            if key not in self._num_after and key not in self._aside:
+                self._drop_end(key, self._stored[key])
+                self._aside.add(key)
+
     def _ends_in_order(self) -> Iterator[tuple[Rank, ChunkKey]]:
+        if self._ranked is None:
+            self._index = self._model.indices(self._learned_chunks)
+            self._ranked = sorted(self._rank(*queue) for queue in self._ends)
         for rank in self._ranked:
             for key in self._ends[rank[1:]]:
                 yield rank, key
@@ -252,21 +270,30 @@ class ReusePolicy(CachePolicy[V]):
         queue = self._ends.get((chunk.epoch, chunk.chunk_class))
         if queue is None:
             queue = self._ends[chunk.epoch, chunk.chunk_class] = OrderedDict()
-            insort(self._ranked, self._rank(chunk.epoch, chunk.chunk_class))
+            if self._ranked is not None:
+                insort(self._ranked, self._rank(chunk.epoch, chunk.chunk_class))
         queue[key] = None
         if is_next:
             queue.move_to_end(key, last=False)
 
     def _drop_end(self, key: ChunkKey, chunk: _Chunk) -> None:
+        if key in self._aside:
+            self._aside.remove(key)
+            return
         queue = self._ends[chunk.epoch, chunk.chunk_class]
         del queue[key]
         if not queue:
             del self._ends[chunk.epoch, chunk.chunk_class]
-            del self._ranked[bisect_left(self._ranked, self._rank(chunk.epoch, chunk.chunk_class))]
+            if self._ranked is not None:
+                rank = self._rank(chunk.epoch, chunk.chunk_class)
+                del self._ranked[bisect_left(self._ranked, rank)]
 
     def _begin_epoch(self) -> None:
-        """Learn from the epoch that ends, and rank the queues anew."""
+        """Learn from the epoch that ends. The queues are ranked anew when somebody asks."""
         self._model.end_epoch()
-        self._index = self._model.indices(max(len(self._stored), _MIN_CHUNKS))
         self._epoch += 1
-        self._ranked = sorted(self._rank(*queue) for queue in self._ends)
+        self._ranked = None
+        self._learned_chunks = max(len(self._stored), _MIN_CHUNKS)
+        aside, self._aside = self._aside, set()
+        for key in aside:
+            self._add_end(key, self._stored[key])

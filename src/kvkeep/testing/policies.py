@@ -98,6 +98,59 @@ class PolicyContract:
         run.mapping[make_key(0)] = False
         assert sorted(run.candidates(9)) == [1, 2, 5]
 
+    def test_what_stands_in_the_way_is_named(self, run: PolicyRun) -> None:
+        """Pinned chunks that stand before the last candidate; no others."""
+        run.put(*range(12))
+        order = run.candidates(12)
+        for number in (order[0], order[2], order[7]):
+            run.mapping[make_key(number)] = False
+        passed: list[ChunkKey] = []
+        keys = run.policy.get_evict_candidates(run.mapping, 2, bool, passed)
+        assert keys == [make_key(order[1]), make_key(order[3])]
+        assert passed == [make_key(order[0]), make_key(order[2])]
+
+    @pytest.mark.parametrize("num_pinned", [10, 400])
+    def test_pinned_chunks_are_not_passed_again_and_again(
+        self, run: PolicyRun, num_pinned: int
+    ) -> None:
+        """Once set aside they cost nothing, however many there are."""
+        run.put(*range(800))
+        for number in run.candidates(num_pinned):
+            run.mapping[make_key(number)] = False
+        looked_at = 0
+
+        def is_idle(value: bool) -> bool:
+            nonlocal looked_at
+            looked_at += 1
+            return value
+
+        for _ in range(200):
+            passed: list[ChunkKey] = []
+            keys = run.policy.get_evict_candidates(run.mapping, 1, is_idle, passed)
+            run.policy.set_aside(passed, run.mapping)
+            run.evict(*[int.from_bytes(key, "big") for key in keys])
+        assert len(run.mapping) == 600
+        assert looked_at <= num_pinned + 2 * 200
+
+    @pytest.mark.parametrize("used", [True, False])
+    def test_what_was_set_aside_is_not_lost(self, run: PolicyRun, used: bool) -> None:
+        """It can go again when its pin ends, also if nobody notes the use."""
+        run.put(*range(20))
+        aside = run.candidates(8)
+        for number in aside:
+            run.mapping[make_key(number)] = False
+        for _ in range(2):
+            run.policy.set_aside([make_key(number) for number in aside], run.mapping)
+            assert sorted(run.candidates(99)) == sorted(set(range(20)) - set(aside))
+        run.evict(aside[0])
+        for number in aside[1:]:
+            run.mapping[make_key(number)] = True
+            if used:
+                run.hit(number)
+        assert sorted(run.candidates(99)) == sorted(set(range(20)) - {aside[0]})
+        run.evict(*run.candidates(99))
+        assert len(run.mapping) == 0
+
     def test_asking_changes_nothing(self, run: PolicyRun) -> None:
         """Without side effects, on the mapping and on later answers."""
         run.put(*range(8))
