@@ -25,6 +25,7 @@ from kvkeep.backends.remote.value_names import name_prefix, value_name
 from kvkeep.codec.frame import ChunkMeta, writer_digest
 from kvkeep.codec.names import codec_of
 from kvkeep.config.store_url import RemoteURL
+from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.keys import ChunkKey
 from kvkeep.layout import MemoryFormat
@@ -32,6 +33,7 @@ from kvkeep.memory.dtypes import dtype_name
 from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import CAPACITY, CHUNK_BYTES, DTYPE, SHAPE
 from kvkeep.testing.disk import IDENTITY
+from kvkeep.testing.paged_engine import PagedEngine
 
 #: What a chunk of the contract is.
 FULL_CHUNK = ChunkMeta(MemoryFormat.OPAQUE_PAGES, dtype_name(DTYPE), SHAPE)
@@ -75,6 +77,28 @@ def make_remote(
         codec=codec_of(codec),
         allocator_backend=pool,
         metrics=metrics if metrics is not None else Metrics(),
+    )
+
+
+def rig_remote(
+    store: str | RemoteConnector, *, chunk_size: int = 8, metrics: Metrics, **options: int | float
+) -> Callable[[AllocatorBackendInterface], RemoteBackend]:
+    """Makes the remote tier of an EngineRig with 3 layers, whose own metrics it does not share."""
+    layout = PagedEngine(num_pages=1, num_layers=3).layout
+    shape, dtype, fmt = PagedGPUConnector(layout).chunk_shape(chunk_size)
+    connector = store
+    if isinstance(connector, str):
+        full_bytes = HEADER_BYTES + layout.chunk_bytes(chunk_size)
+        connector = make_connector(connector, max_value_bytes=full_bytes)
+    chosen = replace(OPTIONS, queue_bytes=16 * layout.chunk_bytes(chunk_size))
+    return lambda pool: RemoteBackend(
+        connector,
+        replace(chosen, **options),  # type: ignore[arg-type]
+        identity=CacheIdentity("rig", "1", layout, chunk_size=chunk_size),
+        full_chunk=ChunkMeta(fmt, dtype_name(dtype), tuple(shape)),
+        codec=codec_of("raw"),
+        allocator_backend=pool,
+        metrics=metrics,
     )
 
 

@@ -52,7 +52,8 @@ class RemoteReports:
         with self._lock:
             is_new = (operation, cause) not in self._seen
             self._seen.add((operation, cause))
-        _log.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", operation, error)
+        # as text: a record that is kept would keep the error, its frames, and memory of the pool
+        _log.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", operation, str(error))
 
     def fault(self, operation: str, cause: str) -> None:
         """Something else went wrong, or a value did not verify. A miss by itself is no fault."""
