@@ -35,7 +35,7 @@ ENV_CONFIG = "KVKEEP_CONFIG"
 #: Variables that are no settings: the YAML file, and the folder of the demo's model.
 ENV_OTHER = frozenset({ENV_CONFIG, "KVKEEP_MODEL_DIR"})
 #: Prefixes of variables that only the tests read.
-ENV_TEST_PREFIXES = ("KVKEEP_TEST_", "KVKEEP_STRESS_")
+ENV_TEST_PREFIXES = ("KVKEEP_TEST_", "KVKEEP_STRESS_", "KVKEEP_STALL_")
 
 
 @dataclass(frozen=True, slots=True)
