@@ -25,6 +25,9 @@ POOL_TIER = "LocalCPUBackend"
 #: Values of the label ``direction``.
 STORE, LOAD = "store", "load"
 
+#: Metrics of which each tier has one series from the start.
+_OF_TIERS = ("kvkeep_lookup_hit_tokens", "kvkeep_loaded_tokens", "kvkeep_evictions")
+
 #: Most series of one metric. What comes after them (causes that a plugin makes up) is OTHER.
 MAX_SERIES = 200
 OTHER = "other"
@@ -210,8 +213,16 @@ class Metrics:
         self._watch("kvkeep_chunks", count, tier)
 
     def watch_bypass(self, tier: str, is_bypassed: Callable[[], float]) -> None:
-        """Read the gauge ``kvkeep_backend_bypassed`` of ``tier`` from ``is_bypassed``."""
+        """Read the gauge ``kvkeep_backend_bypassed`` of ``tier`` from ``is_bypassed``.
+
+        The tier's usual series start at zero with it, or their first move would look like none.
+        """
         self._watch("kvkeep_backend_bypassed", is_bypassed, tier)
+        for name in _OF_TIERS:
+            self._of(name, (tier,))
+        for name in ("kvkeep_transfer_bytes", "kvkeep_transfer_seconds"):
+            for direction in (LOAD, STORE):
+                self._of(name, (tier, direction))
 
     def watch_prefill(self, rate: Callable[[], float]) -> None:
         """Read the gauge ``kvkeep_prefill_tokens_per_second`` from ``rate``."""
