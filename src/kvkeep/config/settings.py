@@ -125,7 +125,11 @@ class CpuSettings(Frozen):
     alloc_timeout: DurationSeconds = Field(
         5.0, description="How long a load waits for memory to be released before it is a miss."
     )
-    huge_pages: bool = Field(True, description="Ask the system for huge pages where it has them.")
+    huge_pages: bool = Field(
+        True,
+        description="Ask the system for huge pages where it has them, also for an engine's caches "
+        "on the CPU.",
+    )
     copy_threads: Threads = Field(
         1,
         ge=1,

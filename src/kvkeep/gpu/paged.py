@@ -30,6 +30,7 @@ from kvkeep.gpu.views import PageViews, view_pages
 from kvkeep.layout import KVLayout, MemoryFormat
 from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.dtypes import dtype_name
+from kvkeep.memory.huge_pages import advise_huge_pages
 
 
 class _Pages:
@@ -74,12 +75,22 @@ class _Transfer:
 class PagedGPUConnector(GPUConnectorInterface):
     """For engines whose KV caches are one tensor per layer with the page as dimension 0."""
 
-    def __init__(self, layout: KVLayout, *, copy_threads: int = 1, use_torch: bool = False) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        copy_threads: int = 1,
+        huge_pages: bool = False,
+        use_torch: bool = False,
+    ) -> None:
         """Nothing is allocated and no thread started.
 
         Args:
             layout: the declared layout: opaque pages, one group of layers.
             copy_threads: threads that copy, the caller's included, where the caches are on the CPU.
+            huge_pages: ask for huge pages for registered caches that are on the CPU: an engine
+                that has not touched them yet then pays less for the first touch, and copies for the
+                translation of addresses.
             use_torch: copy with torch on the CPU, too, as on any other device.
 
         Raises:
@@ -89,6 +100,7 @@ class PagedGPUConnector(GPUConnectorInterface):
             raise LayoutError(f"pages of one layer group are needed, declared are {layout}")
         self.layout = layout
         self._use_torch = use_torch
+        self._huge_pages = huge_pages
         self._threads = CopyThreads(copy_threads)
         self._lock = threading.Lock()
         self._copiers: dict[torch.device, DeviceCopier] = {}  # guarded by _lock
@@ -112,6 +124,9 @@ class PagedGPUConnector(GPUConnectorInterface):
     def register_kv_caches(self, kvcaches: KVCaches) -> None:
         """See :meth:`GPUConnectorInterface.register_kv_caches`."""
         pages = self._see(kvcaches)
+        if self._huge_pages and pages.views.device.type == "cpu":
+            storages = [rows.untyped_storage() for rows in pages.views.rows]
+            advise_huge_pages({storage.data_ptr(): storage.nbytes() for storage in storages})
         self._registered = (kvcaches, pages)
         try:
             run_self_test(self, list(kvcaches))

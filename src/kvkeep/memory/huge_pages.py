@@ -1,16 +1,21 @@
 """Huge pages: asks the system for them, and says what it answered.
 
-Called once, when an arena is made.
+Called once, when an arena is made or an engine's caches are registered.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvkeep.memory.report import Choice
+
+#: Size of a huge page, and a multiple of it elsewhere than on x86-64.
+HUGE_PAGE_BYTES = 2 << 20
 
 #: Topic of the choice made here.
 TOPIC = "huge pages"
@@ -45,3 +50,27 @@ def ask_for_huge_pages(
     mode = found[1] if found else "unknown"
     granted = mode in ("always", "madvise", "within_size", "advise", "force")
     return Choice(TOPIC, "yes" if granted else "no", f"the system's switch {name} is {mode!r}")
+
+
+def advise_huge_pages(ranges: Mapping[int, int]) -> int:
+    """Ask for huge pages for memory of somebody else; what is committed already stays as it is.
+
+    It is advice: the content does not change, and a system that has none, or refuses, is no error.
+
+    Args:
+        ranges: number of bytes by address. Whole huge pages inside of them are asked for.
+
+    Returns:
+        Bytes for which the system took the advice.
+    """
+    if sys.platform != "linux":
+        return 0
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    taken = 0
+    for address, num_bytes in ranges.items():
+        start = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        size = (address + num_bytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if size > 0 and madvise(start, size, mmap.MADV_HUGEPAGE) == 0:
+            taken += size
+    return taken

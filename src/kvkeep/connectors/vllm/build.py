@@ -64,7 +64,9 @@ def build_worker(
     engine_id = vllm_config.kv_transfer_config.engine_id
     paths = socket_paths(settings, env, engine_id=engine_id, world_size=place.num_ranks)
     make_private(paths[0].parent)
-    connector = PagedGPUConnector(layout, copy_threads=settings.cpu.copy_threads)
+    connector = PagedGPUConnector(
+        layout, copy_threads=settings.cpu.copy_threads, huge_pages=settings.cpu.huge_pages
+    )
     connector.register_kv_caches(tensors)
     manager = CacheManager.create(
         settings,
