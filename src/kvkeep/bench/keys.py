@@ -49,15 +49,15 @@ def _key_rows(made: Made, ids: list[int], repeats: int) -> list[Row]:
         return plain_chain(array("I", ids).tobytes())
 
     cases: list[tuple[str, Callable[[], object], Callable[[], object], float | None]] = [
-        ("keys of 131,072 ids in a list", lambda: fresh(ids), plain, 1.3),
+        ("keys of 131,072 ids, a list", lambda: fresh(ids), plain, 1.3),
         (
-            "keys of 131,072 ids in a numpy array",
+            "keys of 131,072 ids, an array",
             lambda: fresh(flat),
             lambda: plain_chain(data),
             1.5,
         ),
         (
-            "keys of a known prompt that grew by one chunk",
+            "keys of a prompt that grew by a chunk",
             lambda: made.tokens.process_tokens(grown),
             plain,
             None,
@@ -87,13 +87,13 @@ def _lookup_rows(made: Made, ids: list[int], repeats: int) -> list[Row]:
 
     return [
         time_row(
-            "lookup of 512 stored chunks (limit: keys + 0.3 ms)",
+            "lookup, 512 chunks (keys + 0.3 ms)",
             pairs(cold_lookup, keys_alone, repeats=repeats),
             target=1.0,
             extra_ms=0.3,
         ),
         time_row(
-            "the same with pin and release (limit: keys + 1 ms)",
+            "with pin and release (keys + 1 ms)",
             pairs(cold_pinned, keys_alone, repeats=repeats),
             target=1.0,
             extra_ms=1.0,

@@ -8,13 +8,18 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+#: Columns of the screen that the table takes.
+WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -113,25 +118,28 @@ def machine() -> dict[str, object]:
     }
 
 
-def show(rows: list[Row], console: Console) -> None:
+def show(rows: Sequence[Row], console: Console) -> None:
     """Print the table in 80 columns."""
-    table = Table(title="kvkeep against this machine's limits (medians of one run)")
-    table.add_column("what")
-    for name in ("kvkeep", "limit", "ratio", "target", "met"):
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), width=WIDTH)
+    table.add_column("what", ratio=1)
+    for name in ("kvkeep", "limit", "ratio", "target"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        sign = "" if row.target is None else ("≤" if row.unit == "ms" else "≥")
-        target = "-" if row.target is None else f"{sign} {row.target:.2f}"
-        met = {None: "-", True: "[green]yes[/]", False: "[red]no[/]"}[row.met]
+        sign = "≤" if row.unit == "ms" else "≥"
+        style = {None: "", True: "green", False: "yellow"}[row.met]
         table.add_row(
             row.what,
             f"{row.kvkeep:.2f} {row.unit}",
             f"{row.limit:.2f} {row.unit}",
-            f"{row.ratio:.2f}",
-            target,
-            met,
+            Text(f"{row.ratio:.2f}", style=style),
+            "" if row.target is None else f"{sign} {row.target:.2f}",
         )
-    console.print(table)
+    console.print(table, width=WIDTH)
+
+
+def row_values(row: Row) -> dict[str, object]:
+    """A row as JSON has it."""
+    return {**asdict(row), "met": row.met}
 
 
 def save(rows: list[Row], directory: Path) -> Path:
@@ -140,7 +148,7 @@ def save(rows: list[Row], directory: Path) -> Path:
     path = directory / "latest.json"
     document = {
         "machine": machine(),
-        "rows": [{**asdict(row), "met": row.met} for row in rows],
+        "rows": [row_values(row) for row in rows],
     }
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     return path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,8 @@ import torch
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.config import load_settings
 from kvkeep.engine import CacheEngine
+from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
+from kvkeep.gpu.dense import DenseGPUConnector
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
@@ -27,7 +29,7 @@ class Made:
     Attributes:
         engine: the engine under test.
         identity: of its chunks.
-        caches: one tensor per layer, dim 0 is the page.
+        caches: one tensor per layer, dim 0 is the page; a pair of tensors where they are dense.
         page_size: tokens in a page.
         order: shuffled page numbers; token t lies in page ``order[t // page_size]``.
         pool: where chunks of the CPU tier are.
@@ -35,7 +37,7 @@ class Made:
 
     engine: CacheEngine
     identity: CacheIdentity
-    caches: list[torch.Tensor]
+    caches: KVCaches
     page_size: int
     order: torch.Tensor
     pool: PoolAllocator
@@ -72,8 +74,12 @@ def make_engine(
     chunk_size: int = 256,
     page_size: int = 16,
     extra_pages: float = 1.0,
+    copy_threads: int = 1,
 ) -> Iterator[Made]:
-    """An engine whose pool holds ``num_chunks`` chunks, all of its memory touched.
+    """An engine of opaque pages whose pool holds ``num_chunks`` chunks.
+
+    As under vLLM, the caches are registered before anybody has touched them; here they are touched
+    at once.
 
     Args:
         num_chunks: chunks in the pool and in the caches.
@@ -82,6 +88,7 @@ def make_engine(
         chunk_size: tokens in a chunk.
         page_size: tokens in a page.
         extra_pages: size of the engine's caches relative to the pool.
+        copy_threads: threads that copy.
     """
     layout = KVLayout(
         MemoryFormat.OPAQUE_PAGES,
@@ -92,23 +99,74 @@ def make_engine(
         0,
         "benchmark",
     )
-    identity = CacheIdentity("benchmark", "1", layout, chunk_size=chunk_size)
     num_pages = int(num_chunks * chunk_size // page_size * extra_pages)
-    caches = [
-        torch.full((num_pages, page_bytes), layer + 1, dtype=torch.uint8)
-        for layer in range(num_layers)
-    ]
-    connector = PagedGPUConnector(layout)
+    caches = [torch.zeros((num_pages, page_bytes), dtype=torch.uint8) for _ in range(num_layers)]
+    connector = PagedGPUConnector(layout, copy_threads=copy_threads, huge_pages=True)
     connector.register_kv_caches(caches)
+    for layer, cache in enumerate(caches):
+        cache.fill_(layer + 1)
+    with _opened(layout, connector, caches, num_chunks, chunk_size) as made:
+        yield made
+
+
+@contextmanager
+def make_dense_engine(
+    *,
+    num_chunks: int,
+    num_layers: int,
+    dtype: str,
+    heads: tuple[int, int] = (8, 128),
+    heads_first: bool = False,
+    chunk_size: int = 256,
+    copy_threads: int = 1,
+) -> Iterator[Made]:
+    """An engine of dense caches, K and V of each layer, whose pool holds ``num_chunks`` chunks.
+
+    Args:
+        num_chunks: chunks in the pool and in the caches.
+        num_layers: layers.
+        dtype: name of the element type.
+        heads: KV heads, and elements of each.
+        heads_first: tokens of a head are neighbours, as under transformers; else heads of a token.
+        chunk_size: tokens in a chunk.
+        copy_threads: threads that copy.
+    """
+    item: torch.dtype = getattr(torch, dtype)
+    num_heads, size = heads
+    group = GroupLayout("full", num_layers, 2 * num_heads * size * item.itemsize)
+    layout = KVLayout(MemoryFormat.KV_2LTD, dtype, 1, (group,), num_heads, size, "benchmark")
+    num_tokens = num_chunks * chunk_size
+    shape = (num_heads, num_tokens, size) if heads_first else (num_tokens, num_heads, size)
+    caches = []
+    for layer in range(num_layers):
+        memory = torch.full((2, *shape), layer + 1, dtype=torch.uint8).to(item)
+        pair = tuple(part.transpose(0, 1) if heads_first else part for part in memory)
+        caches.append((pair[0], pair[1]))
+    connector = DenseGPUConnector(layout, copy_threads=copy_threads)
+    connector.register_kv_caches(caches)
+    with _opened(layout, connector, caches, num_chunks, chunk_size) as made:
+        yield made
+
+
+@contextmanager
+def _opened(
+    layout: KVLayout,
+    connector: GPUConnectorInterface,
+    caches: Sequence[torch.Tensor] | Sequence[tuple[torch.Tensor, torch.Tensor]],
+    num_chunks: int,
+    chunk_size: int,
+) -> Iterator[Made]:
+    identity = CacheIdentity("benchmark", "1", layout, chunk_size=chunk_size)
     size = num_chunks * layout.chunk_bytes(chunk_size)
     settings = load_settings(
         extra={"chunk_size": chunk_size, "cpu.size": f"{size}B", "cpu.prefault": "0B"}
     )
-    generator = torch.Generator().manual_seed(7)
-    order = torch.randperm(num_pages, generator=generator)
+    first = caches[0]
+    num_pages = len(first if isinstance(first, torch.Tensor) else first[0])
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(7))
     with CacheManager.create(settings, identity, connector) as manager:
-        first = manager.storage.allocator_backend
-        if not isinstance(first, LocalCPUBackend):
-            raise TypeError(f"expected a LocalCPUBackend, got {type(first).__name__}")
-        pool = tensor_pool(first.allocator)
-        yield Made(manager.engine, identity, caches, page_size, order, pool)
+        cpu = manager.storage.allocator_backend
+        if not isinstance(cpu, LocalCPUBackend):
+            raise TypeError(f"expected a LocalCPUBackend, got {type(cpu).__name__}")
+        pool = tensor_pool(cpu.allocator)
+        yield Made(manager.engine, identity, caches, layout.page_size, order, pool)

@@ -11,6 +11,7 @@ import typer
 
 from kvkeep import __version__
 from kvkeep.cli import config
+from kvkeep.cli.bench import bench
 from kvkeep.cli.demo import demo
 from kvkeep.cli.doctor import doctor
 from kvkeep.cli.fsck import fsck
@@ -36,6 +37,7 @@ app.command(epilog="Example: kvkeep fsck /var/cache/kvkeep --repair")(fsck)
 app.command(epilog="Example: kvkeep replay trace.jsonl --size 64GiB,128GiB --policy reuse,lru")(
     replay
 )
+app.command(epilog="Example: kvkeep bench --dir /var/cache/kvkeep")(bench)
 app.command(epilog="Example: kvkeep top --once --json")(top)
 
 
