@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import bench_vllm
-import torch
 import typer
 from rich.console import Console
 
 from kvkeep.bench import copies, keys
-from kvkeep.bench.measure import Row, save, show
+from kvkeep.bench.measure import Row, save, show, use_one_thread
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -23,7 +22,7 @@ def main(
 ) -> None:
     """Measure kvkeep against this machine's limits."""
     console = Console()
-    torch.set_num_threads(1)
+    use_one_thread()
     rows: list[Row] = []
     sizes = [(4096, 16)] if quick else [(4096, 16), (4096, 32), (4096, 128), (16384, 16)]
     console.print("keys and lookups ...")

@@ -97,6 +97,11 @@ def rate_row(
     return Row(what, ours, limit, "GB/s", ratio, target)
 
 
+def use_one_thread() -> None:
+    """Let torch copy with one thread in this process, as a memcpy does."""
+    torch.set_num_threads(1)
+
+
 def cpu_name() -> str:
     """Name of the processor, as the system gives it."""
     info = Path("/proc/cpuinfo")

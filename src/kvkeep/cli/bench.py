@@ -77,11 +77,10 @@ def bench(
 
 def _jobs(settings: Settings, folder: Path, num_bytes: int) -> list[_Job]:
     """What is measured, in order."""
-    import torch
-
     from kvkeep.bench import copies, disk, keys, remote
+    from kvkeep.bench.measure import use_one_thread
 
-    torch.set_num_threads(1)  # memcpy has one thread, too
+    use_one_thread()
     num_tokens = num_bytes // (copies.NUM_LAYERS * copies.TOKEN_LAYER_BYTES) // 256 * 256
     chunk_bytes = min(_CHUNK_BYTES, num_bytes // 8)
     count = num_bytes // chunk_bytes
