@@ -13,14 +13,18 @@ from kvkeep.layout import MemoryFormat
 
 #: One layer, K and V of three tokens with four channels, in the order of memory.
 KV = ChunkMeta(MemoryFormat.KV_2LTD, "float32", (2, 1, 3, 4))
-VALUES = np.float32(
-    "1 -2 0.5 300 0 2.5 -0.25 150 3 -1.5 0.125 -75 0.1 0.2 0.3 0.4 -0.5 0.6 0.7 -0.8 0.9 1 -1.1 0".split()
+VALUES = np.array(
+    [
+        [1, -2, 0.5, 300, 0, 2.5, -0.25, 150, 3, -1.5, 0.125, -75],
+        [0.1, 0.2, 0.3, 0.4, -0.5, 0.6, 0.7, -0.8, 0.9, 1, -1.1, 0],
+    ],
+    np.float32,
 )
 FP8 = "02050000000000007f38c030790042a87144bc20e91d252a2db03233b53638b900"
-FP8_VALUES = np.float32(
-    "1 -2 0.5 288 0 2.5 -0.25 144 3 -1.5 0.125 -72 "
-    "0.1015625 0.203125 0.3125 0.40625 -0.5 0.625 0.6875 -0.8125 0.875 1 -1.125 0".split()
-)
+FP8_VALUES = [
+    [1, -2, 0.5, 288, 0, 2.5, -0.25, 144, 3, -1.5, 0.125, -72],
+    [0.1015625, 0.203125, 0.3125, 0.40625, -0.5, 0.625, 0.6875, -0.8125, 0.875, 1, -1.125, 0],
+]
 INT8 = (
     "02000000000000000683c13c8542a13c0402813b5d2e1740d436e83b0402013c9ee80d3ca069ce3b"
     "2a9a7f7f007fc03f7fb420e00e192340b94c51817f7f8100"
@@ -40,7 +44,7 @@ def test_fp8():
     payload = bytes.fromhex(FP8)
     source = VALUES.tobytes()
     assert bytes(codec_of("fp8").encode(source, KV)) == payload
-    assert values_of(2, payload).tolist() == FP8_VALUES.tolist()
+    assert values_of(2, payload).reshape(2, 12).tolist() == FP8_VALUES
 
 
 def test_int8():
