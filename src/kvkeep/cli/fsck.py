@@ -29,6 +29,7 @@ MEANINGS = {
     "fields": "a field of the header is out of bounds",
     "wrong_key": "a whole chunk under another one's name",
     "payload_checksum": "a bit of the payload changed",
+    "codec": "a payload that its codec cannot have made",
     "stranger": "no name of a chunk",
     "ledger": "the ledger does not verify; a repair counts anew",
     "missing": "there is no ledger; a repair counts anew",

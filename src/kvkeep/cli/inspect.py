@@ -1,4 +1,4 @@
-"""``kvkeep inspect``: what a disk tier holds, and one chunk's header."""
+"""``kvkeep inspect``: what a tier holds, and one chunk's header; the disk's part of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from kvkeep.backends.disk.scan import FoundChunk
 from kvkeep.backends.disk.summary import Holding, Summary, summarize
 from kvkeep.backends.disk.survey import Survey
 from kvkeep.cli.failures import telling_failures
+from kvkeep.cli.inspect_store import inspect_store
 from kvkeep.cli.texts import about_size, ago
 from kvkeep.codec.frame import FrameFault
+from kvkeep.codec.names import codec_by_code
 from kvkeep.errors import ConfigError
 from kvkeep.keys import ChunkKey
 
@@ -29,21 +31,29 @@ _SHORT = 16
 
 
 def inspect(
-    directory: Annotated[
-        Path, typer.Argument(help="The disk tier's directory (disk.path).", show_default=False)
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY_OR_URL",
+            help="The disk tier's directory (disk.path), or the remote tier's store (remote.url).",
+            show_default=False,
+        ),
     ],
     chunk: Annotated[
         str | None, typer.Option(help="Show this chunk: the first hex digits of its key.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
-    """Show what a disk tier holds: chunks, bytes and ages by identity; or one chunk's header.
+    """Show what a tier holds: chunks and bytes by identity, of a disk also ages; or one chunk.
 
     Changes nothing. Ends with exit code 1 if the chunk that was asked for does not verify, and
     with 2 if it could not run. Whether all chunks verify says kvkeep fsck.
     """
+    if "://" in place:
+        inspect_store(place, chunk, as_json=as_json)
+        return
     with telling_failures("inspect"):
-        survey = Survey(directory)
+        survey = Survey(Path(place))
         if chunk is not None:
             key = _the_one(survey, chunk)
             found = survey.examine(key)
@@ -93,7 +103,7 @@ def _chunk_values(
         "format": header.meta.fmt.name,
         "dtype": header.meta.dtype,
         "shape": list(header.meta.shape),
-        "codec": "raw",
+        "codec": codec_by_code(header.codec).name,
         "payload_bytes": header.payload_bytes,
         "payload_checksum": header.payload_checksum.hex(),
         "used": _utc(found.used_ns),
