@@ -63,7 +63,10 @@ def require_store(remote: RemoteSettings) -> None:
         ConfigError: it does not, or the URL is wrong.
         MissingExtraError: its client is not installed.
     """
-    connector = _connect(remote, 0)
+    try:
+        connector = _connect(remote, 0)
+    except ConfigError as error:
+        raise ConfigError(f"remote.url: {error}") from error
     try:
         connector.ping(2 * remote.connect_timeout)
     except BackendError as error:

@@ -22,7 +22,7 @@ class Wrong:
         env: variables.
         extra: value of ``--extra``, as a text.
         command: the command that runs into it, when it is not ``config explain``. ``{dir}`` is an
-            empty folder, ``{file}`` the settings file.
+            empty folder, ``{file}`` the settings file, ``{store}`` an extra config.
     """
 
     what: str
@@ -52,6 +52,9 @@ def by_command(what: str, command: str, *says: str) -> Wrong:
     """A command that is told something wrong."""
     return Wrong(what, says, command=tuple(command.split()))
 
+
+#: An extra config with a store that is not there.
+STORE = '{"remote.url": "redis://127.0.0.1:9/0"}'
 
 TYPOS = [
     in_yaml("a misspelt key", "cpu:\n  sise: 1GiB\n", "cpu.sise", "did you mean cpu.size?"),
@@ -154,7 +157,78 @@ FILES = [
     by_command("a pool without a unit", "replay {file} --size 64", "--size '64'", "20GiB"),
 ]
 
-WRONG = [*TYPOS, *UNITS, *TYPES, *COMBINATIONS, *FILES]
+STORES = [
+    in_yaml("a store that is no URL", "remote.url: redis\n", "remote.url", "redis://"),
+    by_command(
+        "a kind of store that there is not",
+        """bench --extra {"remote.url":"memcached://a"}""",
+        "remote.url",
+        "memcached://",
+        "redis",
+    ),
+    by_command(
+        "a store without an address",
+        """bench --extra {"remote.url":"redis://"}""",
+        "remote.url",
+        "redis://host:port",
+    ),
+    by_command(
+        "an option that a store does not have",
+        """bench --extra {"remote.url":"redis://a?optoin=1"}""",
+        "optoin",
+        "client_name",
+    ),
+    by_command(
+        "a folder that is not absolute",
+        """bench --extra {"remote.url":"file://shared/x"}""",
+        "file:///absolute/path",
+    ),
+    in_yaml("a codec that there is not", "disk: {path: /x, codec: gzip}\n", "disk.codec", "'zstd'"),
+    in_yaml("a codec without a store", "remote.codec: zstd\n", "remote.codec", "remote.url"),
+    in_yaml(
+        "a store that forgets in negative time",
+        "remote: {url: 'redis://a', ttl: 0s}\n",
+        "remote.ttl",
+        "greater than 0",
+    ),
+    in_yaml(
+        "all of a lookup's time for the store",
+        "remote: {url: 'redis://a', lookup_share: 1.5}\n",
+        "remote.lookup_share",
+        "0.9",
+    ),
+    by_command(
+        "a server that is not there",
+        "bench --extra {store}",
+        "redis://127.0.0.1:9",
+        "start the store",
+    ),
+]
+NUMBERS = [
+    in_yaml("a port alone", "metrics.listen: '9400'\n", "metrics.listen", "127.0.0.1:PORT"),
+    in_yaml("a port that is a number", "metrics.listen: 9400\n", "metrics.listen", "text"),
+    in_yaml("a port that there is not", "metrics.listen: '127.0.0.1:99999'\n", "metrics.listen"),
+    in_yaml(
+        "metrics for other machines without a token",
+        "metrics.listen: '0.0.0.0:9400'\n",
+        "metrics.listen",
+        "metrics.token",
+    ),
+    in_yaml("a token without an endpoint", "metrics.token: aaaaaaaaaaaaaaaa\n", "metrics.listen"),
+    in_yaml(
+        "a short token",
+        "metrics: {listen: '127.0.0.1:9400', token: short}\n",
+        "metrics.token",
+        "at least",
+    ),
+    in_yaml("a form of logs that there is not", "log.format: xml\n", "log.format", "'json'"),
+    by_command(
+        "an endpoint that is not there", "top --url http://127.0.0.1:9/metrics", "127.0.0.1:9"
+    ),
+    by_command("an endpoint that is no URL", "top --url localhost:9400", "http://127.0.0.1:PORT"),
+]
+
+WRONG = [*TYPOS, *UNITS, *TYPES, *COMBINATIONS, *FILES, *STORES, *NUMBERS]
 
 
 @pytest.fixture
@@ -172,7 +246,9 @@ def end(monkeypatch, tmp_path):
         for name, value in case.env.items():
             monkeypatch.setenv(name, value)
         command = [
-            part.replace("{dir}", str(folder)).replace("{file}", str(file))
+            part.replace("{dir}", str(folder))
+            .replace("{file}", str(file))
+            .replace("{store}", STORE)
             for part in case.command or ("config", "explain")
         ]
         if case.yaml is not None:
