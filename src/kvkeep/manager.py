@@ -136,12 +136,7 @@ class CacheManager:
                 allocator_backend=first,
                 metrics=metrics,
                 lease_timeout_s=settings.lookup.lease,
-                cost=CostOptions(
-                    chunk_tokens=settings.chunk_size,
-                    chunk_bytes=chunk_bytes,
-                    enabled=settings.cost.enabled,
-                    retry_s=settings.cost.retry,
-                ),
+                cost=_cost(settings, chunk_bytes),
                 prefetching=prefetch_options(settings, first, chunk_bytes),
             )
             engine = CacheEngine(
@@ -186,6 +181,16 @@ def _start_timer(settings: Settings, engine: CacheEngine, metrics: Metrics) -> H
         interval_s=settings.health.interval,
         timeout_s=settings.health.timeout,
         on_error=lambda error: metrics.failure("engine", "health", type(error).__name__),
+    )
+
+
+def _cost(settings: Settings, chunk_bytes: int) -> CostOptions:
+    """How loading is weighed against computing again."""
+    return CostOptions(
+        chunk_tokens=settings.chunk_size,
+        chunk_bytes=chunk_bytes,
+        enabled=settings.cost.enabled,
+        retry_s=settings.cost.retry,
     )
 
 

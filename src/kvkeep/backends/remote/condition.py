@@ -7,7 +7,6 @@ room. Callable from any thread; nothing here waits.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from concurrent.futures import Future
@@ -44,13 +43,13 @@ class RemoteCondition:
         self._probe_timeout_s = probe_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._lock = threading.Lock()
-        self._trying: Future[None] | None = None  # guarded by _lock
+        self._trying: Future[bool] | Future[None] | None = None  # guarded by _lock
         self._is_closed = False  # guarded by _lock
 
     def open(self) -> None:
         """Try the store for the first time, in the background."""
         with self._lock:
-            self._trying = self._pool.load(self._probe)
+            self._trying = self._pool.load(self._probe_first)
 
     def close(self) -> bool:
         """Allow nothing any more; False if it was closed already."""
@@ -96,7 +95,15 @@ class RemoteCondition:
             if self.loads.is_open and self.loads.allows():
                 self._trying = self._pool.load(self._probe, first=True)
 
-    def _probe(self) -> None:
+    def _probe_first(self) -> None:
+        """A store that does not answer at the start is left alone at once."""
+        if not self._probe():
+            self.loads.trip()
+
+    def _probe(self) -> bool:
         """Ask whether the store answers; the breaker is told by the call."""
-        with contextlib.suppress(BackendError):  # it was counted
+        try:
             self._calls.ping(time.monotonic() + self._probe_timeout_s, self.loads)
+        except BackendError:
+            return False  # it was counted
+        return True
