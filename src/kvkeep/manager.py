@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from kvkeep.backends.base import AllocatorBackendInterface, StorageBackendInterface
 from kvkeep.backends.local_cpu import LocalCPUBackend
@@ -121,8 +122,7 @@ class CacheManager:
             ranks = open_ranks(
                 settings.ranks, place, ranks_socket, identity, allocator=allocator, metrics=metrics
             )
-            if ranks is not None:
-                opened.callback(ranks.close)
+            _close_later(ranks, opened)
             if not place.is_passive:
                 disk = open_disk(settings, first, identity, metrics, codec=codecs["disk"])
                 _add(disk, tiers, opened)
@@ -152,8 +152,7 @@ class CacheManager:
             opened.callback(engine.close)
             opened.enter_context(observe(settings, place, metrics))
             prefaulter = start_prefault(settings.cpu, allocator)
-            if prefaulter is not None:
-                opened.callback(prefaulter.close)
+            _close_later(prefaulter, opened)
             opened.callback(_start_timer(settings, engine, metrics).close)
             closing = opened.pop_all()
         _log.info("pool: %s", "; ".join(report.lines()))
@@ -194,12 +193,22 @@ def _cost(settings: Settings, chunk_bytes: int) -> CostOptions:
     )
 
 
+class _Closable(Protocol):
+    def close(self) -> object: ...
+
+
+def _close_later(part: _Closable | None, opened: ExitStack) -> None:
+    """Let ``opened`` close a part, if there is one."""
+    if part is not None:
+        opened.callback(part.close)
+
+
 def _add(
     tier: StorageBackendInterface | None, tiers: list[StorageBackendInterface], opened: ExitStack
 ) -> None:
     """Add a tier, if there is one; ``opened`` closes it."""
+    _close_later(tier, opened)
     if tier is not None:
-        opened.callback(tier.close)
         tiers.append(tier)
 
 
