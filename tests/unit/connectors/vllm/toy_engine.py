@@ -257,6 +257,10 @@ class ToyEngine:
         """Tokens generated so far."""
         return list(self.requests[req_id].output_token_ids)
 
+    def num_output(self, req_id: str) -> int:
+        """How many tokens were generated so far."""
+        return self.requests[req_id].num_output_tokens
+
     def true_outputs(self, req_id: str) -> list[int]:
         """Tokens that the toy model generates."""
         truth, request = self.truths[req_id], self.requests[req_id]
