@@ -27,18 +27,37 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command(epilog="Example: kvkeep doctor --config kvkeep.yaml --model /models/llama-3.1-8b")(
-    doctor
-)
-app.add_typer(config.app, name="config")
-app.command(epilog="Example: kvkeep inspect /var/cache/kvkeep --chunk 3fa9")(inspect)
-app.command(epilog="Example: kvkeep fsck /var/cache/kvkeep --repair")(fsck)
-app.command(epilog="Example: kvkeep replay trace.jsonl --size 64GiB,128GiB --policy reuse,lru")(
-    replay
-)
-app.command(epilog="Example: kvkeep bench --dir /var/cache/kvkeep")(bench)
-app.command(epilog="Example: kvkeep top --once --json")(top)
+_BEGIN, _WATCH, _STORES = "To begin", "To measure and watch", "To look into a store"
+
+app.command(
+    epilog="Example: kvkeep demo --engine vllm --questions 3",
+    rich_help_panel=_BEGIN,
+)(demo)
+app.command(
+    epilog="Example: kvkeep doctor --config kvkeep.yaml --model /models/llama-3.1-8b",
+    rich_help_panel=_BEGIN,
+)(doctor)
+app.add_typer(config.app, name="config", rich_help_panel=_BEGIN)
+app.command(
+    epilog="Example: kvkeep top --once --json",
+    rich_help_panel=_WATCH,
+)(top)
+app.command(
+    epilog="Example: kvkeep bench --dir /var/cache/kvkeep",
+    rich_help_panel=_WATCH,
+)(bench)
+app.command(
+    epilog="Example: kvkeep replay trace.jsonl --size 64GiB,128GiB --policy reuse,lru",
+    rich_help_panel=_WATCH,
+)(replay)
+app.command(
+    epilog="Example: kvkeep inspect /var/cache/kvkeep --chunk 3fa9",
+    rich_help_panel=_STORES,
+)(inspect)
+app.command(
+    epilog="Example: kvkeep fsck /var/cache/kvkeep --repair",
+    rich_help_panel=_STORES,
+)(fsck)
 
 
 def _print_version(asked: bool) -> None:

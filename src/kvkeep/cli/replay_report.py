@@ -88,8 +88,8 @@ def print_sweep(
     console.print(Text(path.name, style="bold"), width=WIDTH)
     counted = f"; the first {scale.num_warm_up:,} are not counted" if scale.num_warm_up else ""
     console.print(
-        f"{results.num_requests:,} requests, {results.asked_tokens:,} prompt tokens{counted}; all "
-        f"of it is {results.footprint:,} blocks, {scale.label(results.footprint)}",
+        f"{results.num_requests:,} requests, {results.asked_tokens:,} prompt tokens{counted}; "
+        f"{results.footprint:,} blocks in all, {scale.label(results.footprint)}",
         width=WIDTH,
         highlight=False,
     )
@@ -99,7 +99,7 @@ def print_sweep(
     if with_chart:
         is_coloured = console.color_system is not None
         text = chart(results, scale.label, width=WIDTH, colours=is_coloured)
-        console.print(Text.from_ansi(text), width=WIDTH)
+        console.print(Text.from_ansi(text.rstrip()), width=WIDTH)
         console.print()
     policy = next(iter(results.sizes[0].by_policy))
     sentence = what_memory_buys(results, policy, scale.label)

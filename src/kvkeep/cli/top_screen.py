@@ -46,10 +46,10 @@ class Screen:
         parts: list[RenderableType] = []
         for view in views:
             self._history[view.engine].append(view.hit_share)
-            parts += [self._head(view), self._facts(view), _tiers(view)]
+            parts += [Text(), self._head(view), self._facts(view), _tiers(view)]
             if view.failures:
                 parts.append(_failures(view))
-            parts.append(Text())
+        parts.append(Text())
         parts.append(Text(note, style="dim"))
         return Group(*parts)
 
@@ -126,10 +126,10 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _failures(view: EngineView) -> RenderableType:
-    text = Text("failures  ", style="dim")
     listed = [f"{what} {count:,}" for what, count in view.failures[:_MOST_FAILURES]]
     more = len(view.failures) - len(listed)
-    text.append("; ".join(listed) + (f"; {more} more" if more else ""), style="yellow")
+    rest = f"; {more} more" if more else ""
+    text = Text.assemble(("failures  ", "dim"), ("; ".join(listed) + rest, "yellow"))
     return Padding(text, (0, 0, 0, 2))
 
 

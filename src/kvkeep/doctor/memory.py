@@ -30,8 +30,8 @@ def pool(patient: Patient) -> Sequence[Finding]:
     """Memory, the pool out of it, and what was chosen for it."""
     available, total = available_bytes(), psutil.virtual_memory().total
     memory = Finding(
-        "memory",
-        f"{about_size(available)} available of {about_size(total)}",
+        "available",
+        f"{about_size(available)} of {about_size(total)}",
         values={"available_bytes": available, "total_bytes": total},
     )
     cpu = patient.settings.cpu

@@ -49,6 +49,6 @@ def plugins(patient: Patient) -> Sequence[Finding]:
 
 
 TIER_PROBES = (
-    Probe("tiers", "sockets", sockets),
-    Probe("tiers", "plugins", plugins, deadline_s=20.0),
+    Probe("engine", "sockets", sockets),
+    Probe("engine", "plugins", plugins, deadline_s=20.0),
 )

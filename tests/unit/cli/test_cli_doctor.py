@@ -39,7 +39,7 @@ def test_the_page_fits_80_columns_and_ends_with_what_to_change(run):
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    for heading in ("machine", "memory", "software", "model", "disk", "tiers"):
+    for heading in ("machine", "memory", "software", "model", "disk", "remote", "engine"):
         assert heading in lines
     changes = lines[lines.index("what to change") :]
     assert "      disk.path: /var/cache/kvkeep" in changes

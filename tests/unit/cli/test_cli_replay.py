@@ -48,7 +48,7 @@ def test_the_table_has_a_row_per_size_and_a_column_per_policy(run, trace):
     [small] = [line for line in lines if line[:2] == ["2.0", "MiB"]]
     assert small[2:4] == ["50.0%", "0.0%"]
     words = " ".join(done.stdout.split())
-    assert "10 requests, 200 prompt tokens; all of it is 4 blocks, 4.0 MiB" in words
+    assert "10 requests, 200 prompt tokens; 4 blocks in all, 4.0 MiB" in words
     assert "With lru, 2.0 MiB finds 0.0% of all prompt tokens; 2.0 MiB more finds +80.0" in words
     assert max(map(len, done.stdout.splitlines())) <= 80
 

@@ -87,7 +87,7 @@ def test_the_pool_is_opened_and_described():
     found = by_topic(memory.pool(patient(cpu__size="64MiB", cpu__reserve="4KiB")))
     assert found["pool"].values["bytes"] == 80 << 20
     assert any("slots" in line for line in found["pool"].values["report"])
-    assert found["memory"].values["available_bytes"] > 0
+    assert found["available"].values["available_bytes"] > 0
     assert "huge pages" in found
 
 
