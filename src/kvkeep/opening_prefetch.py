@@ -13,8 +13,8 @@ from kvkeep.storage.prefetch import PrefetchOptions
 #: Of the pool, what waiting requests may hold unless the settings say it.
 _SHARE_OF_POOL = 2
 #: Bytes that one lookup asks of a tier at once, in whole chunks.
-_WINDOW_BYTES = 64 << 20
-_MAX_WINDOW_CHUNKS = 32
+_WINDOW_BYTES = 8 << 20
+_MAX_WINDOW_CHUNKS = 16
 
 
 def prefetches(settings: Settings) -> bool:

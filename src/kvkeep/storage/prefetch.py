@@ -50,7 +50,9 @@ class PrefetchOptions:
     Attributes:
         max_chunks: chunks that all lookups together may hold which were answered late.
         timeout_s: a lookup is answered by then with what has arrived.
-        window_chunks: chunks that one lookup asks of a tier at once.
+        window_chunks: chunks that one lookup asks of a tier at once; what has not arrived of them
+            by the deadline is not counted.
+        windows_ahead: how often it asks before the first answer.
         max_lookups: lookups under way; further ones find what is in memory.
         calls_per_tier: calls of a tier without futures at once.
         stall_timeout_s: with all of them running for longer, the tier is not asked.
@@ -58,7 +60,8 @@ class PrefetchOptions:
 
     max_chunks: int = 64
     timeout_s: float = 10.0
-    window_chunks: int = 8
+    window_chunks: int = 1
+    windows_ahead: int = 8
     max_lookups: int = 4096
     calls_per_tier: int = 4
     stall_timeout_s: float = 5.0
@@ -149,7 +152,16 @@ class Prefetcher:
             for name, threads in self._threads.items()
         }
         room = PrefetchRoom(options.max_chunks)
-        self._roads = Roads(first, callers, guard, transfer, cost, room, options.window_chunks)
+        self._roads = Roads(
+            first=first,
+            callers=callers,
+            guard=guard,
+            transfer=transfer,
+            cost=cost,
+            room=room,
+            window_chunks=options.window_chunks,
+            windows_ahead=options.windows_ahead,
+        )
         self._running: dict[Future[Prefetched], asyncio.Task[None]] = {}  # of the I/O thread
 
     def lookup(

@@ -32,9 +32,6 @@ from kvkeep.storage.guard import BackendGuard
 from kvkeep.storage.prefetch_room import PrefetchRoom
 from kvkeep.storage.transfer import Transfer
 
-#: Windows of chunks that one prefetch asks for ahead.
-_WINDOWS_AHEAD = 2
-
 
 @dataclass(frozen=True, slots=True)
 class _Window:
@@ -56,6 +53,7 @@ class Roads:
         cost: says from which tiers loading pays, and learns how long it takes.
         room: how many chunks may be held.
         window_chunks: chunks asked for at once.
+        windows_ahead: windows that one travel has under way.
         travelling: chunks that somebody is bringing, and when that is over. Of the I/O thread.
         num_clears: how often everything was removed; changes with ``clear_lock``.
         clear_lock: held from looking at ``num_clears`` to having put chunks.
@@ -68,6 +66,7 @@ class Roads:
     cost: CostRule
     room: PrefetchRoom
     window_chunks: int
+    windows_ahead: int
     travelling: dict[ChunkKey, asyncio.Event] = field(default_factory=dict)
     clear_lock: threading.Lock = field(default_factory=threading.Lock)
     num_clears: int = 0
@@ -211,13 +210,13 @@ class Travel:
         Returns:
             False if the prefix ends before ``end``.
         """
-        caller = self._roads.callers[location]
+        caller, limit = self._roads.callers[location], self._roads.windows_ahead
         asked = first = self.position
         ahead: deque[_Window] = deque()
         started, is_alone = time.perf_counter(), True
         try:
             while self.position < end:
-                while len(ahead) < _WINDOWS_AHEAD and (upto := self._window(asked, end)) > asked:
+                while len(ahead) < limit and (upto := self._window(asked, end)) > asked:
                     ahead.append(self._depart(caller, self._keys[asked:upto]))
                     asked = upto
                 if not ahead:

@@ -79,7 +79,9 @@ def open_rig(
         [pool, tier],
         allocator_backend=pool,
         metrics=metrics,
-        prefetching=PrefetchOptions(**({"window_chunks": 2, "max_chunks": 10} | options)),
+        prefetching=PrefetchOptions(
+            **({"window_chunks": 2, "windows_ahead": 2, "max_chunks": 10} | options)
+        ),
     )
     keys = make_keys(num_chunks)
     for key in keys:
