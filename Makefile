@@ -9,7 +9,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-fast check format bench clean
+.PHONY: help demo test test-fast check format docs bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,7 @@ check: $(VENV)/.test ## Style, types, layers, sizes, faults and documents
 	@$(PY) scripts/check_faults.py
 	@$(PY) scripts/check_docs.py
 	@$(PY) scripts/check_seed_table.py
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --site-dir $(VENV)/site
 
 format: $(VENV)/.test ## Format the code and write the generated tables
 	@$(VENV)/bin/ruff check --fix --quiet . || true
@@ -41,11 +42,15 @@ format: $(VENV)/.test ## Format the code and write the generated tables
 	@$(PY) scripts/check_faults.py --write
 	@$(PY) scripts/check_docs.py --write
 
+docs: $(VENV)/.test ## Build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	@echo "site/index.html; with search: python -m http.server --directory site"
+
 bench: $(VENV)/.test $(VENV)/.vllm $(VENV)/.servers ## Speed, as ratios within one run
 	@$(PY) benchmarks/run.py
 
 clean: ## Remove .venv and all caches
-	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvkeep needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; use: make PYTHON=python3.12 ...")'

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from kvkeep.config.load import env_name, setting_fields
+from kvkeep.config.engines import VLLM_ONLY
+from kvkeep.config.load import setting_fields
 from kvkeep.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
@@ -95,24 +96,21 @@ def default_text(info: FieldInfo) -> str:
 
 def configuration_table() -> str:
     """The generated part of docs/configuration.md."""
-    lines = ["| Setting | Environment | Default | What it does |", "|---|---|---|---|"]
+    lines = ["| Setting | Default | What it does |", "|---|---|---|"]
     for path, info in setting_fields():
-        default = default_text(info)
-        lines.append(f"| `{path}` | `{env_name(path)}` | `{default}` | {info.description} |")
+        only = " vLLM only." if path in VLLM_ONLY else ""
+        lines.append(f"| `{path}` | `{default_text(info)}` | {info.description}{only} |")
     return "\n".join(lines)
 
 
 def metrics_table() -> str:
     """The generated part of docs/metrics.md."""
-    lines = [
-        "| Metric | Type, unit | Labels | What it says | When it moves |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| Metric | What it says, and when it moves |", "|---|---|"]
     for spec in CATALOGUE.values():
-        labels = ", ".join(f"`{label}`" for label in spec.labels)
+        labels = ", ".join(f"`{label}`" for label in spec.labels) or "no labels"
         lines.append(
-            f"| `{spec.exposed_name}` | {spec.kind}, {spec.unit} | {labels} | {spec.text} "
-            f"| {spec.moves} |"
+            f"| `{spec.exposed_name}`<br>{spec.kind}, {spec.unit}; {labels} "
+            f"| {spec.text}<br>*Moves:* {spec.moves} |"
         )
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ needs ``pip install 'kvkeep[plot]'``.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -26,6 +27,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
+from PIL import Image
 
 DASHBOARD = Path(__file__).parent.parent / "dashboards" / "kvkeep.json"
 #: Inches of one grid cell of the dashboard, across and down.
@@ -148,12 +150,13 @@ def draw_lines(axes: Axes, panel: Mapping[str, Any], series: list[Series], theme
         handles[:MOST_LEGEND],
         labels[:MOST_LEGEND],
         loc="upper left",
-        fontsize=6,
-        frameon=True,
-        facecolor=theme["panel"],
-        edgecolor="none",
-        framealpha=0.75,
+        bbox_to_anchor=(-0.04, -0.1),
+        ncols=3 if panel["gridPos"]["w"] > 8 else 2,
+        fontsize=6.2,
+        frameon=False,
         labelcolor=theme["text"],
+        handlelength=1.2,
+        columnspacing=1.2,
     )
 
 
@@ -178,7 +181,7 @@ def draw(url: str, start: float, end: float, out: Path, theme: dict) -> int:
             )
             continue
         is_stat = panel["type"] == "stat"
-        pad_left, pad_bottom = (0.006, 0.3) if is_stat else (0.048, 1.0)
+        pad_left, pad_bottom = (0.006, 0.3) if is_stat else (0.048, 2.3)
         axes = figure.add_axes(
             (
                 left + pad_left,
@@ -198,8 +201,10 @@ def draw(url: str, start: float, end: float, out: Path, theme: dict) -> int:
         else:
             axes.set_xlim(0, end - start)
             draw_lines(axes, panel, series, theme)
-    figure.savefig(out, facecolor=theme["back"])
+    drawn = io.BytesIO()
+    figure.savefig(drawn, facecolor=theme["back"])
     plt.close(figure)
+    Image.open(drawn).convert("RGB").quantize(128).save(out, optimize=True)
     return with_data
 
 

@@ -6,12 +6,17 @@ import ast
 import hashlib
 import json
 import re
+import shlex
 import struct
 from pathlib import Path
 
 import pytest
+import typer
 
+from kvkeep.cli.main import app
 from kvkeep.config import load_settings
+from kvkeep.config.load import setting_fields
+from kvkeep.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,6 +45,58 @@ def test_python_blocks_are_python_and_import_what_exists(text):
 @pytest.mark.parametrize("text", blocks("python", folder="docs/configuration"))
 def test_python_blocks_about_settings_run(text):
     exec(compile(text, "configuration.md", "exec"), {})
+
+
+def test_the_settings_of_the_start_with_transformers_run():
+    """The other blocks of both starts run in tests/engine, with a real model."""
+    (text,) = [text for text in python_blocks("start-transformers.md") if "Settings(" in text]
+    exec(compile(text, "start-transformers.md", "exec"), {})
+
+
+def python_blocks(name: str) -> list[str]:
+    found = _BLOCK.findall((ROOT / "docs" / name).read_text())
+    return [text for language, text in found if language == "python"]
+
+
+def test_metrics_in_prose_are_metrics():
+    known = {"kvkeep_", *CATALOGUE}
+    for spec in CATALOGUE.values():
+        known |= {spec.exposed_name, *(f"{spec.name}_{end}" for end in ("bucket", "sum", "count"))}
+    for path in DOCUMENTS:
+        for name in re.findall(r"\bkvkeep_[a-z_]+(?![a-z_*])", path.read_text()):
+            is_start = any(other.startswith(name) for other in known)  # grep kvkeep_lookup
+            assert name in known or is_start, f"{path.name}: there is no metric {name}"
+
+
+def test_settings_in_prose_are_settings():
+    names = {name for name, _ in setting_fields()}
+    sections = {name.partition(".")[0] for name in names if "." in name}
+    for path in DOCUMENTS:
+        if path.name == "CHANGELOG.md" or path.parent.name == "adr":
+            continue  # these speak of their time
+        for name in re.findall(r"`([a-z]+\.[a-z_]+)(?::[^`]*)?`", path.read_text()):
+            section, _, last = name.partition(".")
+            if section in sections and last not in ("py", "md", "json", "yaml"):
+                assert name in names, f"{path.name}: there is no setting {name}"
+
+
+COMMANDS = [
+    pytest.param(line.split(" #")[0], id=f"{path.name}-{line[:50]}")
+    for path in DOCUMENTS
+    for line in re.findall(r"^(?:    |\$ )kvkeep (.+)$", path.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_in_the_documents_have_these_options(line):
+    words = shlex.split(line.split(" > ")[0].split(" | ")[0])
+    command = typer.main.get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    assert not getattr(command, "commands", {}), f"{line}: no such command"
+    known = {name for param in command.params for name in param.opts} | {"--help"}
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert given <= known
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))

@@ -12,6 +12,7 @@ One thread at a time may call ``generate``, as with the model itself; the copyin
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from kvkeep.config import Settings, load_settings
+from kvkeep.config.engines import given_for_vllm
 from kvkeep.connectors.hf.arguments import GenerateCall, check_call
 from kvkeep.connectors.hf.caches import (
     LayerPair,
@@ -40,6 +42,8 @@ from kvkeep.identity import CacheIdentity
 from kvkeep.manager import CacheManager
 from kvkeep.memory.sizing import WorkerPlace
 from kvkeep.tokens import RequestScope
+
+_log = logging.getLogger(__name__)
 
 #: Tokens of the caches on which the layout is tried out when a model is attached.
 SELF_TEST_TOKENS = 8
@@ -78,6 +82,8 @@ def attach(
         raise MissingExtraError("kvkeep.connectors.hf", "hf") from error
     if settings is None:
         settings = load_settings(env=os.environ)
+    for setting in given_for_vllm(settings):
+        _log.warning("%s was given, and has no effect under transformers", setting)
     refuse_adapters(model)
     caches = declare_caches(model)
     weights = ModelWeights(model, revision or settings.identity.revision)
