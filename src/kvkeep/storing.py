@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator
+from contextlib import ExitStack
 from itertools import groupby
 from types import TracebackType
 
@@ -56,6 +57,7 @@ class OpenStore:
         self._stops: dict[int, StoreStop] = {}  # by index of the chunk; the others are stored
         self._taken: list[tuple[int, int, int]] = []  # (index, start, end) of those with memory
         self._held = References()
+        self._way = ExitStack()  # while it is open, tiers hold their background work back
         self._seconds = 0.0
         self.copied_keys: list[ChunkKey] = []
         try:
@@ -84,16 +86,17 @@ class OpenStore:
     def _missing(self) -> list[tuple[int, int, int]]:
         """(index, start, end) of the chunks that are not masked and not stored.
 
-        All tiers are asked once, for the run of stored chunks. After its end only the memory is: to
-        ask a disk chunk by chunk would be I/O for each. What only a lower tier has there is copied
-        out of the engine again, and put into those that lack it.
+        All tiers are asked once, for the run of chunks that they know to be stored: this is the
+        engine's thread, which waits for no disk and no server. After its end only the memory is
+        asked. What a lower tier has there is copied out of the engine again, and put into those
+        that lack it.
         """
         chunks = self._chunks
         storage = self._parts.storage_manager
         parts = [
             (chunks.first + number, start, end) for number, (start, end, _) in enumerate(chunks)
         ]
-        present = storage.batched_contains(chunks.keys[chunks.first :])
+        present = storage.known_run(chunks.keys[chunks.first :])
         first, rest = parts[present : present + 1], parts[present + 1 :]
         own = storage.storage_backends.keys() & {storage.allocator_backend.name}
         return first + [part for part in rest if not storage.contains(chunks.keys[part[0]], own)]
@@ -106,6 +109,7 @@ class OpenStore:
         """
         if not self._taken:
             return
+        self._way = self._parts.storage_manager.make_way()
         request = self._request
         started = time.perf_counter()
         try:
@@ -208,6 +212,7 @@ class OpenStore:
     def close(self) -> None:
         """Give back what was not committed; a second call does nothing."""
         self._held.release()
+        self._way.close()
         self._span.end()
 
     def __enter__(self) -> OpenStore:

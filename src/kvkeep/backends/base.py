@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -88,6 +89,21 @@ class StorageBackendInterface(ABC):
         except Exception as error:  # noqa: BLE001  top of this task: it travels in the future
             future.set_exception(error)
         return future
+
+    def known_run(self, keys: Sequence[ChunkKey]) -> int:
+        """Length of the run of chunks at the start of ``keys`` that are known to be there.
+
+        Asked by the engine's thread before it stores, so that it copies nothing twice. Returns at
+        once: a tier that would have to ask a slow medium, and remembers nothing, knows nothing.
+        """
+        return 0
+
+    def make_way(self) -> AbstractContextManager[None]:
+        """While what is returned is entered, hold back what is stored in the background.
+
+        The engine's thread is copying. A tier that stores nothing in the background does nothing.
+        """
+        return nullcontext()
 
     @abstractmethod
     def batched_submit_put_task(

@@ -94,6 +94,10 @@ class LocalCPUBackend(AllocatorBackendInterface):
         """The chunk is in the index; pinned if asked. See the interface."""
         return self.batched_contains((key,), pin=pin) == 1
 
+    def known_run(self, keys: Sequence[ChunkKey]) -> int:
+        """Length of the run of present chunks; the index knows all."""
+        return self.batched_contains(keys)
+
     def batched_contains(self, keys: Sequence[ChunkKey], *, pin: Lease | None = None) -> int:
         """Length of the run of present chunks; see the interface.
 

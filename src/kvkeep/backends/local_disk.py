@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from kvkeep.backends.disk.reports import TIER, DiskReports
 from kvkeep.backends.disk.stores import DiskStores
 from kvkeep.backends.disk.writer import ChunkWriter
 from kvkeep.backends.io.breaker import Breaker
+from kvkeep.backends.io.courtesy import Courtesy
 from kvkeep.backends.io.pool import IOPool
 from kvkeep.backends.lease import Lease
 from kvkeep.errors import BackendError
@@ -97,8 +99,9 @@ class LocalDiskBackend(StorageBackendInterface):
         self._loads = DiskLoads(
             allocator_backend, self._index, pool=self._pool, reader=reader, reports=self._reports
         )
+        self._courtesy = Courtesy()
         self._stores = DiskStores(
-            ChunkWriter(self._catalog, breakers[1], options.codec),
+            ChunkWriter(self._catalog, breakers[1], options.codec, self._courtesy),
             self._index,
             pool=self._pool,
             reports=self._reports,
@@ -155,6 +158,14 @@ class LocalDiskBackend(StorageBackendInterface):
 
         self._probe(keys[length:]).add_done_callback(probed)
         return answer
+
+    def known_run(self, keys: Sequence[ChunkKey]) -> int:
+        """Length of the run of chunks in the index; what others have written since is unknown."""
+        return self._index.run_length(keys) if self._condition.may_load() else 0
+
+    def make_way(self) -> AbstractContextManager[None]:
+        """Writes that are under way wait, chunk by chunk for a limited time. Loads do not."""
+        return self._courtesy.busy()
 
     def _probe(self, keys: Sequence[ChunkKey]) -> Future[None]:
         """Ask the disk for what another process may have written, up to the first miss."""

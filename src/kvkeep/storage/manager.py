@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from kvkeep.backends.base import (
     AllocatorBackendInterface,
-    BackendHealth,
     PutOutcome,
     StorageBackendInterface,
 )
@@ -32,11 +31,12 @@ from kvkeep.storage.leases import LeaseTable
 from kvkeep.storage.pool_access import PoolAccess
 from kvkeep.storage.prefetch import Prefetched, Prefetcher, PrefetchOptions
 from kvkeep.storage.search import PrefixSearch
+from kvkeep.storage.tier_control import TierControl
 from kvkeep.storage.tiers import Tiers
 from kvkeep.storage.transfer import Transfer
 
 
-class StorageManager(PoolAccess):
+class StorageManager(PoolAccess, TierControl):
     """Puts chunks into all tiers and gets them from the first that has them."""
 
     def __init__(
@@ -70,8 +70,9 @@ class StorageManager(PoolAccess):
             is_bypassed=self._tiers.is_bypassed,
         )
         self.metrics = metrics
-        super().__init__(allocator_backend, BackendGuard(metrics))
-        self._clearing = Clearing(self._tiers, self._guard)
+        guard = BackendGuard(metrics)
+        PoolAccess.__init__(self, allocator_backend, guard)
+        TierControl.__init__(self, self._tiers, Clearing(self._tiers, guard), guard)
         self.cost = CostRule(cost or CostOptions(enabled=False), metrics)
         self._search = PrefixSearch(self._tiers, self._guard, self.cost)
         self._transfer = Transfer(self._tiers, self._guard, metrics, self.cost)
@@ -92,35 +93,6 @@ class StorageManager(PoolAccess):
             self.cost.watch(name)
         if isinstance(allocator_backend, LocalCPUBackend) and not allocator_backend.before_evict:
             allocator_backend.before_evict = self.leases.reap
-
-    def set_frozen(self, frozen: bool) -> None:
-        """Frozen: nothing is put, and only the allocator's own tier is searched and read."""
-        self._tiers.frozen = frozen
-
-    def is_frozen(self) -> bool:
-        """Whether it is frozen."""
-        return self._tiers.frozen
-
-    def set_bypassed(self, name: str, bypassed: bool) -> None:
-        """Leave a tier out of everything, or take it back in; ValueError if there is none of it.
-
-        Its pins on memory are still given back when their leases end.
-        """
-        self._tiers.set_bypassed(name, bypassed)
-
-    @property
-    def bypassed(self) -> frozenset[str]:
-        """Names of the tiers that are left out."""
-        return self._tiers.bypassed
-
-    def backend_health(self, name: str) -> BackendHealth:
-        """A tier's opinion of itself; one that raises is unhealthy. Takes as long as the tier does.
-
-        Raises:
-            ValueError: there is no such tier.
-        """
-        self._tiers.check_names([name])
-        return self._clearing.health(name)
 
     def put(self, key: ChunkKey, obj: MemoryObj) -> NoReturn:
         """Raises RuntimeError: each single object would cost a lock and a walk over the tiers."""
@@ -174,6 +146,11 @@ class StorageManager(PoolAccess):
     ) -> int:
         """Length of the run of chunks that are somewhere; see :meth:`get_block_mapping`."""
         runs = self.get_block_mapping(keys, search_range, pin=pin)
+        return runs[-1].end if runs else 0
+
+    def known_run(self, keys: Sequence[ChunkKey]) -> int:
+        """Length of the run of chunks that are known to be somewhere; asks no slow medium."""
+        runs = self._search.locate_known(keys)
         return runs[-1].end if runs else 0
 
     def get_block_mapping(

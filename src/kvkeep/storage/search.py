@@ -55,6 +55,17 @@ class PrefixSearch:
         ]
         return locate_prefix(len(keys), askers)
 
+    def locate_known(self, keys: Sequence[ChunkKey]) -> list[LocatedRun]:
+        """Runs as :meth:`locate` has them, of what the tiers know without asking a slow medium."""
+
+        def asker(backend: StorageBackendInterface) -> Callable[[int], int]:
+            return lambda start: self._guard.count(
+                backend, len(keys) - start, partial(backend.known_run, keys[start:])
+            )
+
+        tiers = self._tiers.readable()
+        return locate_prefix(len(keys), [(backend.name, asker(backend)) for backend in tiers])
+
     def _asker(
         self, backend: StorageBackendInterface, keys: Sequence[ChunkKey], pin: Lease | None
     ) -> Callable[[int], int]:

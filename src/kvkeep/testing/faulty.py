@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -118,6 +119,14 @@ class FaultyBackend(StorageBackendInterface):
         if kind is FaultKind.SHORT:
             return -1
         return len(keys) + 1 if kind is FaultKind.LONG else found
+
+    def known_run(self, keys: Sequence[ChunkKey]) -> int:
+        """See the interface; never fails."""
+        return self.inner.known_run(keys)
+
+    def make_way(self) -> AbstractContextManager[None]:
+        """See the interface; never fails."""
+        return self.inner.make_way()
 
     def batched_submit_put_task(
         self,

@@ -13,11 +13,15 @@ from kvkeep.backends.disk.index import DiskEntry
 from kvkeep.backends.disk.names import TempFile
 from kvkeep.backends.disk.scan import FoundChunk, probe
 from kvkeep.backends.io.breaker import Breaker
+from kvkeep.backends.io.courtesy import Courtesy
 from kvkeep.codec.base import Codec
 from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta, FrameFault, FrameHeader, new_hasher
 from kvkeep.codec.names import Encoded, encode_chunk
 from kvkeep.errors import BackendError
 from kvkeep.keys import ChunkKey
+
+#: How long one chunk gives way in all: longer than any copy takes, shorter than a stall.
+_MAX_COURTESY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,17 @@ class Pending:
 class ChunkWriter:
     """Stores chunks; a chunk that cannot be stored is dropped, and counted by cause."""
 
-    def __init__(self, catalog: Catalog, breaker: Breaker, codec: Codec) -> None:
-        """Write into ``catalog`` with ``codec``, and tell ``breaker`` how the medium does."""
+    def __init__(
+        self, catalog: Catalog, breaker: Breaker, codec: Codec, courtesy: Courtesy
+    ) -> None:
+        """Write into ``catalog`` with ``codec``, and tell ``breaker`` how the medium does.
+
+        Writing gives way to who is busy according to ``courtesy``.
+        """
         self._catalog = catalog
         self._breaker = breaker
         self._codec = codec
+        self._courtesy = courtesy
 
     def store(self, pending: Pending) -> bool:
         """Write a chunk; True if it can be read now."""
@@ -81,6 +91,7 @@ class ChunkWriter:
             return "removed"
         if self._is_there(pending):
             return None if catalog.index.finish(key, pending.entry) else "removed"
+        self._courtesy.give_way(_MAX_COURTESY_S)
         encoded = encode_chunk(self._codec, pending.payload, pending.meta)
         temp = catalog.reserve(HEADER_BYTES + len(encoded.payload))
         if temp is None:
@@ -117,9 +128,11 @@ class ChunkWriter:
     def _write(self, pending: Pending, encoded: Encoded, temp: TempFile) -> None:
         io, hasher = self._catalog.io, new_hasher()
         payload = memoryview(encoded.payload)
+        patience_s = _MAX_COURTESY_S
         fd = io.open_new(temp.path)
         try:
             for position, piece in pieces(payload):
+                patience_s -= self._courtesy.give_way(patience_s)
                 hasher.update(piece)
                 write_fully(io, fd, [piece], HEADER_BYTES + position)
             header = FrameHeader(

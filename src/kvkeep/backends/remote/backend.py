@@ -173,6 +173,10 @@ class RemoteBackend(StorageBackendInterface):
         with self._loads.load_run(keys, min(deadline, pin.deadline)) as held:
             return self._pin(keys[: len(held.objects)], held.objects, pin)
 
+    def known_run(self, keys: Sequence[ChunkKey]) -> int:
+        """Length of the run of chunks that were stored or seen by this process lately."""
+        return self._known.run_length(keys) if self._condition.may_load() else 0
+
     def batched_async_contains(self, keys: Sequence[ChunkKey]) -> Future[int]:
         """Length of the run of chunks that the store has, as a future that never raises."""
         answer: Future[int] = Future()

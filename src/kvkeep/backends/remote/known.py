@@ -41,6 +41,14 @@ class KnownChunks:
         self._claims[key] = claim = Claim()
         return claim
 
+    def run_length(self, keys: Sequence[ChunkKey]) -> int:
+        """Length of the run of chunks that are known or claimed."""
+        with self._lock:
+            for number, key in enumerate(keys):
+                if key not in self._known and key not in self._claims:
+                    return number
+        return len(keys)
+
     def is_current(self, key: ChunkKey, claim: Claim) -> bool:
         """The claim was not taken back."""
         with self._lock:
