@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import ssl
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+import trustme
+from opentelemetry import trace
 
 from kvkeep.config import load_settings
 from kvkeep.config.explain import HIDDEN, explain
@@ -20,6 +24,7 @@ from kvkeep.logs import LOGGERS, json_logs
 from kvkeep.manager import CacheManager
 from kvkeep.memory.sizing import WorkerPlace
 from kvkeep.metrics import Metrics
+from kvkeep.metrics.spans import NO_SPANS
 from kvkeep.observing import observe
 from kvkeep.testing.paged_engine import PagedEngine
 
@@ -135,6 +140,45 @@ def test_other_machines_need_token_and_tls(address):
     load_settings(extra={"metrics.listen": address, "metrics.token": SECRET, **tls})
     for local in ("127.0.0.1:1", "[::1]:1", "localhost:1", "127.8.8.8:1", "unix:/run/m.sock"):
         load_settings(extra={"metrics.listen": local})
+
+
+def test_token_and_certificate_reach_the_endpoint(tmp_path):
+    issued = (authority := trustme.CA()).issue_cert("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    issued.cert_chain_pems[0].write_to_path(str(cert))
+    issued.private_key_pem.write_to_path(str(key))
+    port = free_port()
+    extra = {
+        "metrics.listen": f"127.0.0.1:{port}",
+        "metrics.token": SECRET,
+        "metrics.tls_cert": str(cert),
+        "metrics.tls_key": str(key),
+    }
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    ask = urllib.request.Request(f"https://127.0.0.1:{port}/metrics")
+    with make_manager(extra):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(ask, timeout=5, context=trusting)
+        ask.add_header("Authorization", f"Bearer {SECRET}")
+        with urllib.request.urlopen(ask, timeout=5, context=trusting) as answer:
+            assert b"kvkeep_lookup_tokens_total" in answer.read()
+
+
+def test_spans_are_made_where_the_settings_ask_for_them(monkeypatch):
+    asked = []
+
+    def get_tracer(name: str) -> trace.Tracer:
+        asked.append(name)
+        return trace.NoOpTracer()
+
+    monkeypatch.setattr(trace, "get_tracer", get_tracer)
+    with make_manager({}) as manager:
+        assert manager.metrics.spans is NO_SPANS
+    with make_manager({"tracing.spans": True}) as manager:
+        assert manager.engine.lookup(range(24)) == 0
+        assert manager.metrics.spans is not NO_SPANS
+    assert asked == ["kvkeep"]
 
 
 def test_the_token_is_shown_nowhere(caplog):
