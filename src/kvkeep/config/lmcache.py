@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvkeep.config.load import read_yaml, resolve_settings
+from kvkeep.config.store_url import RemoteURL
 from kvkeep.config.units import SMALLEST_SIZE_BYTES, format_size
 from kvkeep.errors import ConfigError
 
@@ -220,6 +221,37 @@ def _lookup_timeout(done: Translation, given: Mapping[str, object]) -> None:
     done.take("lookup_timeout_ms", {"lookup.timeout": f"{milliseconds:.15g}ms"})
 
 
+def _remote_url(done: Translation, given: Mapping[str, object]) -> None:
+    value = given["remote_url"]
+    if not value:
+        done.pass_over("remote_url", "switched off")
+        return
+    url = _store_of(value)
+    if url is None:
+        reason = "no such store, or it is written in another way: see docs/remote.md"
+        done.pass_over("remote_url", reason, Fate.NO_COUNTERPART)
+    else:
+        done.take("remote_url", {"remote.url": url})
+
+
+def _store_of(value: object) -> str | None:
+    """kvkeep's URL for a store of LMCache's; None if there is none, or more must be said."""
+    if not isinstance(value, str):
+        raise ConfigError("remote_url must be a text like redis://host:6379")
+    url = RemoteURL.parse(value)
+    if url.scheme in ("redis", "rediss", "valkey", "unix"):
+        return value
+    return f"file://{url.path}" if url.scheme == "fs" and url.path.startswith("/") else None
+
+
+def _remote_serde(done: Translation, given: Mapping[str, object]) -> None:
+    if given["remote_serde"] in (None, "naive"):
+        done.pass_over("remote_serde", "chunks are stored as they are in memory")
+    else:
+        reason = "remote.codec can be zstd, or, at the price of exactness, fp8 or int8"
+        done.pass_over("remote_serde", reason, Fate.NO_COUNTERPART)
+
+
 def _extra_config(done: Translation, given: Mapping[str, object]) -> None:
     extra = given["extra_config"]
     if extra is None:
@@ -249,6 +281,8 @@ _READERS: dict[str, Callable[[Translation, Mapping[str, object]], None]] = {
     "cache_policy": _policy,
     "numa_mode": _numa,
     "lookup_timeout_ms": _lookup_timeout,
+    "remote_url": _remote_url,
+    "remote_serde": _remote_serde,
     "extra_config": _extra_config,
 }
 _LAZY = "the pool's memory is always committed as it is used; see cpu.prefault"
@@ -263,11 +297,10 @@ _REASONS: dict[str, tuple[str, Fate]] = {
         Fate.NOT_NEEDED,
     ),
     "py_enable_gc": ("Python's garbage collection is left alone", Fate.NOT_NEEDED),
-    "remote_url": ("there is no remote tier; a plugin can be one", Fate.NO_COUNTERPART),
-    "remote_serde": ("there is no remote tier; a plugin can be one", Fate.NO_COUNTERPART),
     "use_layerwise": ("under an engine, chunks move whole", Fate.NO_COUNTERPART),
     "blocking_timeout_secs": (
-        "each wait has its own limit: lookup.timeout, cpu.alloc_timeout, disk.load_timeout",
+        "each wait has its own limit: lookup.timeout, cpu.alloc_timeout, disk.load_timeout, "
+        "remote.load_timeout",
         Fate.NO_COUNTERPART,
     ),
     "external_lookup_client": ("lookups go to the workers themselves", Fate.NO_COUNTERPART),

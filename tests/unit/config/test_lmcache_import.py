@@ -64,7 +64,10 @@ def test_every_key_gets_one_note_in_order():
 @pytest.mark.parametrize(
     "key, value, fate, words",
     [
-        ("remote_url", "lm://h:1", Fate.NO_COUNTERPART, "plugin"),
+        ("remote_url", "lm://h:1", Fate.NO_COUNTERPART, "docs/remote.md"),
+        ("remote_url", "mooncakestore://h:1", Fate.NO_COUNTERPART, "docs/remote.md"),
+        ("remote_serde", "naive", Fate.NOT_NEEDED, "as they are"),
+        ("remote_serde", "cachegen", Fate.NO_COUNTERPART, "remote.codec"),
         ("remote_url", None, Fate.NOT_NEEDED, "off"),
         ("enable_blending", True, Fate.NO_COUNTERPART, "blending"),
         ("enable_blending", False, Fate.NOT_NEEDED, "off"),
@@ -87,6 +90,20 @@ def test_what_has_none_says_why(key, value, fate, words):
     assert (note.key, note.fate) == (str(key), fate)
     assert words in note.reason
     assert done.settings == {}
+
+
+@pytest.mark.parametrize(
+    "given, url",
+    [
+        ("redis://:hush@h:6379", "redis://:hush@h:6379"),
+        ("valkey://h", "valkey://h"),
+        ("fs://host:0/mnt/shared", "file:///mnt/shared"),
+    ],
+)
+def test_remote_stores(given, url):
+    done = translate({"remote_url": given, "remote_serde": "naive"})
+    assert done.settings == {"remote": {"url": url}}
+    assert "hush" not in str(done.notes)
 
 
 def test_a_disk_without_a_size_keeps_the_default():
@@ -114,6 +131,8 @@ def test_memory_nodes(mode, nodes):
         ("local_disk: [a, b]", "one path like file:///path/"),
         ("cache_policy: best", "cpu.policy = 'best' (the translation)"),
         ("cache_policy: 1", "must be a name like LRU"),
+        ("remote_url: 5", "remote_url must be a text"),
+        ("remote_url: redis", "starts with its kind"),
         ("numa_mode: manual", "gpu_to_numa_mapping"),
         ("numa_mode: sideways", "numa_mode = 'sideways'"),
         ("extra_config: 1", "extra_config = 1: must be a mapping"),
