@@ -235,7 +235,7 @@ def _remote_url(done: Translation, given: Mapping[str, object]) -> None:
 
 
 def _store_of(value: object) -> str | None:
-    """kvkeep's URL for a store of LMCache's; None if there is none, or more must be said."""
+    """The URL here for a store of LMCache's; None if there is none, or more must be said."""
     if not isinstance(value, str):
         raise ConfigError("remote_url must be a text like redis://host:6379")
     url = RemoteURL.parse(value)
