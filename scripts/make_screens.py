@@ -1,10 +1,10 @@
-"""Pictures of commands in a terminal, light and dark, for the documents.
+"""Pictures of commands in a terminal, for the documents.
 
     python scripts/make_screens.py docs/images/doctor -- kvkeep doctor --model /models/llama
 
-Runs the command in a pseudo-terminal of 80 columns and writes NAME-light.svg and NAME-dark.svg,
-which need no fonts or files from anywhere. ``--seconds 20`` ends a command that would go on, as
-Ctrl-C does, and draws its last picture.
+Runs the command in a pseudo-terminal of 80 columns and writes NAME.svg, which is light or dark as
+its reader is, and needs no fonts or files from anywhere. ``--seconds 20`` ends a command that would
+go on, as Ctrl-C does, and draws its last picture.
 """
 
 from __future__ import annotations
@@ -47,24 +47,27 @@ _DARK = TerminalTheme(
     [(110, 118, 129), (255, 161, 152), (86, 211, 100), (227, 179, 65), (121, 192, 255),
      (210, 168, 255), (86, 212, 221), (240, 246, 252)],
 )  # fmt: skip
-#: As rich's own, without a window around and without fonts from elsewhere.
-_FRAME = """\
-<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<style>
-.{unique_id}-matrix {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas,
- "DejaVu Sans Mono", monospace; font-size: {char_height}px; line-height: {line_height}px; }}
-{styles}
-</style>
+#: One picture of the two; as rich's own, without a window around it and fonts from elsewhere.
+_PART = """\
+<g class="{unique_id}"><style>{styles}</style>
 <defs><clipPath id="{unique_id}-clip-terminal">
 <rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/></clipPath>{lines}</defs>
-<rect fill="BACKGROUND" stroke="rgba(128,128,128,0.4)" x="0.5" y="0.5"
- width="{width}" height="{height}" rx="8"/>
-<g transform="translate(14, 14)" clip-path="url(#{unique_id}-clip-terminal)">
-{backgrounds}
-<g class="{unique_id}-matrix">
-{matrix}
-</g></g></svg>
+<rect fill="BACKGROUND" stroke="#80808066" x="0.5" y="0.5" width="{width}" height="{height}" rx="8"
+/><g transform="translate(14, 14)" clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}
+<g class="screen">{matrix}</g></g></g>
+<!-- {width} {height} {char_height} {line_height} -->
 """
+_WHOLE = """\
+<svg viewBox="0 0 {width} {height}" width="{width}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.screen {{ font: {char_height}px/{line_height}px ui-monospace, SFMono-Regular, Menlo, Consolas,
+ "DejaVu Sans Mono", monospace }}
+.dark {{ display: none }}
+@media (prefers-color-scheme: dark) {{ .dark {{ display: inline }} .light {{ display: none }} }}
+</style>
+{parts}</svg>
+"""
+_SIZES = re.compile(r"<!-- (\S+) (\S+) (\S+) (\S+) -->\n")
 
 
 def run(command: list[str], seconds: float | None) -> str:
@@ -93,19 +96,31 @@ def run(command: list[str], seconds: float | None) -> str:
     return _ERASED.split(text)[-1]
 
 
-def picture(command: list[str], text: str, theme: TerminalTheme) -> str:
-    """The SVG."""
-    console = Console(
-        record=True,
-        width=COLUMNS,
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
+def picture(command: list[str], text: str) -> str:
+    """The SVG, which is light or dark as its reader is."""
+    parts = ""
+    for name, theme in (("light", _LIGHT), ("dark", _DARK)):
+        console = Console(
+            record=True,
+            width=COLUMNS,
+            file=io.StringIO(),
+            force_terminal=True,
+            color_system="truecolor",
+        )
+        line = Text.assemble(("$ ", "dim"), (shlex.join(command), "bold"))
+        console.print(line, width=COLUMNS)
+        console.print(Text.from_ansi(text.rstrip("\n")), width=COLUMNS)
+        part = _PART.replace("BACKGROUND", theme.background_color.hex)
+        parts += console.export_svg(theme=theme, title="", code_format=part, unique_id=name)
+    found = _SIZES.search(parts)
+    width, height, char_height, line_height = found.groups() if found else ("", "", "", "")
+    return _WHOLE.format(
+        width=width,
+        height=height,
+        char_height=char_height,
+        line_height=line_height,
+        parts=_SIZES.sub("", parts),
     )
-    console.print(Text.assemble(("$ ", "dim"), (shlex.join(command), "bold")), width=COLUMNS)
-    console.print(Text.from_ansi(text.rstrip("\n")), width=COLUMNS)
-    frame = _FRAME.replace("BACKGROUND", theme.background_color.hex)
-    return console.export_svg(theme=theme, title="", code_format=frame)
 
 
 def main() -> None:
@@ -118,10 +133,9 @@ def main() -> None:
     arguments, command = parser.parse_args(sys.argv[1:middle]), sys.argv[middle + 1 :]
     text = run(command, arguments.seconds)
     shown = shlex.split(arguments.shown) if arguments.shown else command
-    for kind, theme in (("light", _LIGHT), ("dark", _DARK)):
-        path = arguments.name.with_name(f"{arguments.name.name}-{kind}.svg")
-        path.write_text(picture(shown, text, theme), encoding="utf-8")
-        sys.stderr.write(f"{path}\n")
+    path = arguments.name.with_suffix(".svg")
+    path.write_text(picture(shown, text), encoding="utf-8")
+    sys.stderr.write(f"{path}\n")
 
 
 if __name__ == "__main__":
