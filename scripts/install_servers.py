@@ -1,8 +1,8 @@
 """Installs the servers that the tests start and that are no Python packages.
 
-Redis, and the system libraries that Mooncake Store's programs need. What the system has is used as
-it is. What it lacks is unpacked from Debian's packages below a folder, which needs no rights
-(``apt-get download`` and ``dpkg -x``); where that fails, the super-user gets it installed
+Redis, Prometheus, and the system libraries that Mooncake Store's programs need. What the system has
+is used as it is. What it lacks is unpacked from Debian's packages below a folder, which needs no
+rights (``apt-get download`` and ``dpkg -x``); where that fails, the super-user gets it installed
 (``apt-get install``). The tests look in the same folder.
 
 Use: ``python scripts/install_servers.py FOLDER``; exit code 1 and what is missing if it fails.
@@ -20,20 +20,27 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 #: What is needed: a program on PATH or a shared library, and the packages that bring it.
-PROGRAMS = {"redis-server": "redis-server", "redis-cli": "redis-tools"}
+PROGRAMS = {
+    "redis-server": "redis-server",
+    "redis-cli": "redis-tools",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
+}
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1"}
 #: Packages that every system has, and what only sets up a service of the system.
 NOT_FOLLOWED = frozenset({"libc6", "adduser", "init-system-helpers", "lsb-base", "sysvinit-utils"})
+#: How the names of packages start that only the pages of a server need.
+PAGES = ("libjs-", "fonts-")
 TIMEOUT_S = 600
 
 
 def missing(folder: Path) -> list[str]:
     """Packages of what neither the system nor the folder has."""
     path = f"{os.environ.get('PATH', '')}:{folder / 'usr' / 'bin'}"
-    packages = [
+    packages = {
         package for name, package in PROGRAMS.items() if shutil.which(name, path=path) is None
-    ]
-    return packages + [
+    }
+    return sorted(packages) + [
         package for name, package in LIBRARIES.items() if not has_library(name, folder)
     ]
 
@@ -62,7 +69,7 @@ def with_dependencies(packages: Iterable[str]) -> list[str]:
     rest = list(packages)
     while rest:
         package = rest.pop()
-        if package in wanted or package in NOT_FOLLOWED:
+        if package in wanted or package in NOT_FOLLOWED or package.startswith(PAGES):
             continue
         if package not in packages and is_installed(package):
             continue
