@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -229,6 +230,17 @@ def test_connections_are_used_again(connector, server):
         connector.remove(NAMES, WAIT_S)
     after = info(server, "stats", "total_connections_received")
     assert after - before <= 3  # INFO itself takes two of them
+
+
+def test_closing_leaves_no_connection(server):
+    """Not one that was idle, and not one that is under way."""
+    before = info(server, "clients", "connected_clients")
+    connector = connect(server.url)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: connector.sizes(NAMES, WAIT_S), range(8)))
+    assert info(server, "clients", "connected_clients") > before
+    connector.close()
+    wait_until(lambda: info(server, "clients", "connected_clients") == before)
 
 
 def test_a_restarted_server_is_noticed():

@@ -111,7 +111,10 @@ class RemoteLoads:
         held = References()
         with References(there := self._allocator_backend.batched_get_blocking(keys)):
             missing = [index for index, obj in enumerate(there) if obj is None]
-            found = self.wait(self.ask([keys[index] for index in missing], deadline), deadline)
+            found = None
+            if missing:
+                asked = self.ask([keys[index] for index in missing], deadline)
+                found = self.wait(asked, deadline)
             present = set(_run(missing, found)) if found else set()
             wanted = [index for index in missing if index in present]
             loads = self._start(keys, wanted, deadline, wait=False)
