@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,8 +21,10 @@ from kvkeep.lookup.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Hello,
+    Keep,
     Reply,
     Request,
+    Unpin,
     decode_reply,
     encode,
 )
@@ -34,6 +36,9 @@ PROBE_INTERVAL_S = 1.0
 
 #: Questions that wait for a worker that does not read; more are not asked.
 SEND_QUEUE = 1000
+
+#: Ends of leases that wait for room in it; beyond that, the oldest leases end at their deadline.
+MAX_UNSENT = 10_000
 
 
 class Workers:
@@ -55,6 +60,7 @@ class Workers:
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._poller = zmq.Poller()
+        self._unsent: list[deque[Keep | Unpin]] = [deque(maxlen=MAX_UNSENT) for _ in paths]
         for path in paths:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
@@ -97,6 +103,8 @@ class Workers:
 
     def receive(self, timeout_s: float) -> list[tuple[int, Reply]]:
         """What has arrived, waiting up to ``timeout_s`` for the first. Whoever answers is up."""
+        for rank in range(len(self._sockets)):
+            self._send_unsent(rank)
         ready = dict(self._poller.poll(int(timeout_s * 1000 + 0.999)))
         arrived: list[tuple[int, Reply]] = []
         for rank, socket in enumerate(self._sockets):
@@ -118,11 +126,28 @@ class Workers:
             self.send(rank, message)
 
     def send(self, rank: int, message: Request) -> bool:
-        """Queue a message; False if the worker's queue is full."""
+        """Queue a message; False if the worker's queue is full.
+
+        The end of a lease is kept then, and sent before anything else once there is room: without
+        it the lease would stay until its deadline.
+        """
+        self._send_unsent(rank)
+        if not self._unsent[rank] and self._try_send(rank, message):
+            return True
+        self.failures["full"] += 1
+        if isinstance(message, Keep | Unpin):
+            self._unsent[rank].append(message)
+        return False
+
+    def _send_unsent(self, rank: int) -> None:
+        unsent = self._unsent[rank]
+        while unsent and self._try_send(rank, unsent[0]):
+            unsent.popleft()
+
+    def _try_send(self, rank: int, message: Request) -> bool:
         try:
             self._sockets[rank].send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            self.failures["full"] += 1
             return False
         return True
 
