@@ -24,7 +24,7 @@ OWN_PAGES = {"README.md": "index.md", "SECURITY.md": "security.md", **ROOT_PAGES
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-_DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{(.*?)\n    \}\n", re.DOTALL)
+_DARK = re.compile(r"@media \(prefers-color-scheme: dark\) *\{((?:[^{}]|\{[^{}]*\})*)\}")
 _LOCAL = re.compile(r"(?!(?:[a-z]+:|#))")
 
 
@@ -89,6 +89,22 @@ def _drawings() -> dict[str, tuple[bytes, bytes]]:
         light_path = path.with_name(path.name.replace("-dark", ""))
         found[f"images/{light_path.name}"] = light_path.read_bytes(), path.read_bytes()
     return found
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put every decision into the navigation, behind their page."""
+    decisions = sorted(path.name for path in (ROOT / "docs" / "adr").glob("[0-9]*.md"))
+
+    def fill(entries: list[Any]) -> None:
+        for entry in entries:
+            for title, below in entry.items() if isinstance(entry, dict) else ():
+                if title == "Decisions":
+                    entry[title] = ["adr/README.md", *(f"adr/{name}" for name in decisions)]
+                elif isinstance(below, list):
+                    fill(below)
+
+    fill(config.nav or [])
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
