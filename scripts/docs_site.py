@@ -61,7 +61,9 @@ def rewrite(markdown: str, source: str, drawings: set[str]) -> str:
         if target.startswith("docs/"):
             here = posixpath.dirname(source) if source.startswith("docs/") else "docs"
             return f"[{text}]({posixpath.relpath(target, here)}{hash_mark}{anchor})"
-        return text if text.startswith("`") else f"{text} (`{target}`)"
+        if " " in text:
+            return f"{text} (`{target}`)"
+        return text if text.startswith("`") else f"`{text}`"  # a name says where it is
 
     parts = _FENCE.split(markdown)
     parts[::2] = [_LINK.sub(replace, part) for part in parts[::2]]

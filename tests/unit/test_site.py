@@ -99,6 +99,7 @@ def test_a_drawing_has_the_colours_of_its_form():
         ("docs/a.md", "[x](../CHANGELOG.md)", "[x](changelog.md)"),
         ("docs/adr/a.md", "[x](../../SECURITY.md)", "[x](../security.md)"),
         ("docs/a.md", "[`x`](../src/kvkeep/keys.py)", "`x`"),
+        ("docs/a.md", "[test_x](../tests/test_a.py)", "`test_x`"),
         ("docs/a.md", "[the code](../src/kvkeep/keys.py)", "the code (`src/kvkeep/keys.py`)"),
         ("CONTRIBUTING.md", "[x](docs/faults.md)", "[x](faults.md)"),
         ("CONTRIBUTING.md", "[x](docs/adr/)", "[x](adr/README.md)"),
