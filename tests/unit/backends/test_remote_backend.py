@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import (
     CHUNK_BYTES,
     DTYPE,
+    SHAPE,
     bytes_of,
     check_found,
     fill,
@@ -384,7 +386,11 @@ def test_the_breaker_opens_and_closes(remote, connector, pool, metrics, other):
     for _ in range(3):
         assert remote.batched_contains(KEYS) == 0
     assert breaker(metrics, "load") == 1
-    assert not remote.health().healthy
+    health = remote.health()
+    assert not health.healthy
+    assert health.detail.startswith("file:///")
+    assert "failing" in health.detail
+    assert "nobody listens" in health.detail
     connector.calls.clear()
     assert remote.batched_contains(KEYS, pin=lease()) == 0
     assert remote.batched_get_blocking(KEYS) == [None] * 6
@@ -497,4 +503,69 @@ def test_a_call_that_keeps_no_deadline_takes_the_tier_out(pool, connector, gate,
     assert "stalled" in remote.health().detail
     gate.set()
     wait_until(lambda: remote.health().healthy)
+    remote.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_faults_and_never_a_wrong_byte(pool, connector, metrics, seed):
+    """Calls that fail, stall and lie at random, from three threads: right bytes or misses."""
+    chance = random.Random(seed)
+    lock = threading.Lock()
+
+    def draw(limit):
+        with lock:
+            return chance.random() < limit
+
+    def before(operation):
+        if draw(0.15):
+            raise ConnectionResetError("at random")
+        if draw(0.1):
+            time.sleep(0.02)
+
+    def change(operation, answer):
+        if draw(0.1):
+            raise ConnectionResetError("after the call")
+        return answer[:-1] if draw(0.05) else answer
+
+    remote = make_remote(pool, connector, metrics=metrics, load_timeout_s=0.3, lookup_timeout_s=0.2)
+    connector.before, connector.change = before, change
+    keys = make_keys(20)
+    found = 0
+
+    def work(number):
+        nonlocal found
+        mine = random.Random(100 * seed + number)
+        for _ in range(40):
+            start = mine.randrange(15)
+            some = keys[start : start + mine.randrange(1, 6)]
+            action = mine.randrange(5)
+            if action < 2:
+                objs = pool.batched_allocate(
+                    SHAPE, DTYPE, len(some), MemoryFormat.OPAQUE_PAGES, busy_loop=True
+                )
+                for key, obj in zip(some, objs or [], strict=False):
+                    obj.array[:] = np.frombuffer(bytes_of(key), np.uint8)
+                with References(objs or []):
+                    if objs:
+                        remote.batched_submit_put_task(some, objs)
+            elif action == 2:
+                found += sum(check_found(some, remote.batched_get_blocking(some)))
+            elif action == 3:
+                mine_lease = lease()
+                length = remote.batched_contains(some, pin=mine_lease)
+                got = check_found(some, [mine_lease.get(key) for key in some])
+                assert got == [index < length for index in range(len(some))]
+                mine_lease.release()
+            else:
+                remote.batched_remove(some[:1])
+
+    with ThreadPoolExecutor(3) as threads:
+        for task in [threads.submit(work, number) for number in range(3)]:
+            task.result(120)
+    connector.before = lambda operation: None
+    connector.change = lambda operation, answer: answer
+    wait_until(lambda: remote.health().healthy)
+    assert remote.clear() >= 0
+    put(remote, pool, keys[:6])
+    assert check_found(keys[:6], remote.batched_get_blocking(keys[:6])) == [True] * 6
     remote.close()

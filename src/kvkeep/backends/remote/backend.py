@@ -293,7 +293,8 @@ class RemoteBackend(StorageBackendInterface):
         if problem is None:
             return BackendHealth(True, self._connector.description)
         self._condition.retry()
-        return BackendHealth(False, f"{self._connector.description}: {problem}")
+        why = f" ({self._reports.last_error})" if self._reports.last_error else ""
+        return BackendHealth(False, f"{self._connector.description}: {problem}{why}")
 
     def close(self) -> None:
         """Store what is queued, within ``close_timeout_s``, and leave the store."""

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 
 from kvkeep.codec.frame import Buffer
 
-#: What is read at once where the end of a line is looked for.
+#: What is read at once where the end of a line is looked for; no line is longer.
 _BUFFER_BYTES = 16 * 1024
-#: No line of a server is longer.
-_MAX_LINE_BYTES = 64 * 1024
 #: What is read at once of a payload: it is verified while it is in the processor's cache.
 _PIECE_BYTES = 1 << 20
 _CRLF = b"\r\n"
@@ -74,7 +72,8 @@ class RedisWire:
         """
         self._sock = sock
         self._deadline = deadline
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._bytes = bytearray(_BUFFER_BYTES)
+        self._buffer = memoryview(self._bytes)
         self._start = self._end = 0  # of what was read and not used
         self._expected = 0  # answers that have not come
 
@@ -167,19 +166,18 @@ class RedisWire:
 
     def _read_line(self) -> bytes:
         """The bytes up to the next end of a line."""
-        line = bytearray()
         while True:
-            if self._start == self._end:
-                self._start, self._end = 0, self._receive(self._buffer)
-            here = bytes(self._buffer[self._start : self._end])
-            line += here
-            found = line.find(_CRLF, max(0, len(line) - len(here) - 1))
+            found = self._bytes.find(_CRLF, self._start, self._end)
             if found >= 0:
-                self._start = self._end - (len(line) - found - len(_CRLF))
-                return bytes(line[:found])
-            self._start = self._end
-            if len(line) > _MAX_LINE_BYTES:
+                line = bytes(self._buffer[self._start : found])
+                self._start = found + len(_CRLF)
+                return line
+            rest = bytes(self._buffer[self._start : self._end])
+            if len(rest) == _BUFFER_BYTES:
                 raise ProtocolError("an answer without an end")
+            self._buffer[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+            self._end += self._receive(self._buffer[self._end :])
 
     def _receive(self, target: memoryview) -> int:
         self._set_timeout()

@@ -33,6 +33,8 @@ class RemoteReports:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._seen: set[tuple[str, str]] = set()  # guarded by _lock
+        #: What the store said when it failed last, for people.
+        self.last_error = ""
 
     def watch(self, pool: IOPool, loads: Breaker, stores: Breaker) -> None:
         """Read the tier's gauges from their owners."""
@@ -48,6 +50,7 @@ class RemoteReports:
     def failed(self, operation: str, error: Exception) -> None:
         """A call to the store failed."""
         cause = cause_of(error)
+        self.last_error = str(error)
         self.fault(operation, cause)
         with self._lock:
             is_new = (operation, cause) not in self._seen
