@@ -148,6 +148,9 @@ class RemoteConnector(ABC):
 
     #: What people are shown: the URL without secrets.
     description: str
+    #: ``sizes`` is one request for all names. Where it is one for each, loads do without it: a
+    #: request for a value that is not there costs no more.
+    sizes_at_once = True
 
     @abstractmethod
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int]:

@@ -132,7 +132,7 @@ class RemoteLoads:
 
     def load_all(self, keys: Sequence[ChunkKey], deadline: float) -> list[MemoryObj | None]:
         """Every chunk that is read and verified by the deadline, at its position."""
-        found = self.wait(self.ask(keys, deadline), deadline) or []
+        found = self.wait(self._ask_first(keys, deadline), deadline) or []
         wanted = [index for index, is_there in enumerate(found) if is_there]
         loads = self._start(keys, wanted, deadline, wait=True)
         return [self._take(loads.pop(index, None), deadline) for index in range(len(keys))]
@@ -153,7 +153,15 @@ class RemoteLoads:
                 loads = {}
             _when_over(loads, lambda: answer.set_result(_collect(loads, len(keys))))
 
-        self.ask(keys, deadline).add_done_callback(start)
+        self._ask_first(keys, deadline).add_done_callback(start)
+
+    def _ask_first(self, keys: Sequence[ChunkKey], deadline: float) -> Future[list[bool]]:
+        """Which chunks to load; all of them where asking costs as much as a load that misses."""
+        if self._calls.connector.sizes_at_once:
+            return self.ask(keys, deadline)
+        all_of_them: Future[list[bool]] = Future()
+        all_of_them.set_result([True] * len(keys))
+        return all_of_them
 
     def wait(self, asked: Future[list[bool]], deadline: float) -> list[bool] | None:
         """The store's answer; None if there is none by the deadline. Failures were counted."""

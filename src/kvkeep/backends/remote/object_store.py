@@ -60,6 +60,8 @@ _TOO_LARGE = -1
 class ObjectStoreConnector(RemoteConnector):
     """Values as objects of a bucket."""
 
+    sizes_at_once = False
+
     def __init__(self, url: RemoteURL, options: ConnectorOptions) -> None:
         """Use the bucket of a URL; see :func:`open_object_store`. Nothing is sent yet.
 
