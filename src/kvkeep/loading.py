@@ -28,6 +28,7 @@ from kvkeep.request import COPY_ERRORS, ENGINE_MEMORY, EngineParts, Request
 from kvkeep.tagged_keys import TaggedKeys
 
 _log = logging.getLogger(__name__)
+_AGAIN = "a load failed and is tried chunk by chunk (%s): %s"
 
 
 def refuse_load(parts: EngineParts, request: Request) -> torch.Tensor:
@@ -262,7 +263,7 @@ class OpenLoad:
         metrics.failure(ENGINE_MEMORY, "load", type(error).__name__)
         self._span.note({"failed": type(error).__name__})
         request = self._request
-        _log.warning("a load failed and is tried chunk by chunk (%s): %s", request.req_id, error)
+        _log.warning(_AGAIN, request.req_id, error, extra={"request": request.req_id})
         for number, obj in enumerate(self._held.objects):
             start, end = self._starts[number], self._ends[number]
             try:

@@ -155,7 +155,8 @@ class OpenStore:
         """The copy failed: count it and give the memory back."""
         self._parts.metrics.failure(ENGINE_MEMORY, "store", type(error).__name__)
         self._span.note({"failed": type(error).__name__})
-        _log.warning("a store failed (%s): %s", self._request.req_id, error)
+        fields = {"request": self._request.req_id}
+        _log.warning("a store failed (%s): %s", self._request.req_id, error, extra=fields)
         self._stops.update((index, StoreStop.FAILED) for index, _, _ in self._taken)
         self._taken = []
         self._held.release()

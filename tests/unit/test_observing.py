@@ -14,6 +14,7 @@ import pytest
 import trustme
 from opentelemetry import trace
 
+from kvkeep.backends.reference import DictBackend
 from kvkeep.config import load_settings
 from kvkeep.config.explain import HIDDEN, explain
 from kvkeep.config.load import resolve_settings
@@ -26,6 +27,8 @@ from kvkeep.memory.sizing import WorkerPlace
 from kvkeep.metrics import Metrics
 from kvkeep.metrics.spans import NO_SPANS
 from kvkeep.observing import observe
+from kvkeep.testing.engine_rig import EngineRig
+from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
 from kvkeep.testing.paged_engine import PagedEngine
 
 SECRET = "a-secret-of-length"
@@ -212,6 +215,21 @@ def test_json_logs_are_one_object_per_line(capsys):
     assert lines[0]["request"] == "r-1"
     assert lines[0]["time"].endswith("Z")
     assert "OSError: gone" in lines[1]["exception"]
+
+
+def test_a_failure_says_in_fields_what_it_was(capsys):
+    def broken(pool: object) -> FaultyBackend:
+        return FaultyBackend(DictBackend(pool), [Fault("contains", FaultKind.RAISE)])
+
+    with json_logs(), EngineRig(tiers=[broken]) as rig:
+        assert rig.engine.lookup(range(24)) == 0
+    (line,) = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert {name: line[name] for name in ("level", "tier", "operation", "cause")} == {
+        "level": "warning",
+        "tier": "DictBackend",
+        "operation": "contains",
+        "cause": "BackendError",
+    }
 
 
 def test_the_log_is_left_alone_otherwise_and_afterwards(capsys):

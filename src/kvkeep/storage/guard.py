@@ -121,7 +121,8 @@ class BackendGuard:
         with self._lock:
             level = logging.DEBUG if kind in self._seen else logging.WARNING
             self._seen.add(kind)
-        _log.log(level, "%s.%s failed: %s", backend.name, operation, error)
+        fields = {"tier": backend.name, "operation": operation, "cause": cause}
+        _log.log(level, "%s.%s failed: %s", backend.name, operation, error, extra=fields)
 
 
 def _wrong(backend: StorageBackendInterface, operation: str, text: str) -> _WrongAnswerError:

@@ -14,6 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -34,6 +35,7 @@ from kvkeep.connectors.vllm.settings import check_codecs, engine_settings
 from kvkeep.connectors.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.connectors.vllm.worker import WorkerSide
 from kvkeep.errors import KVKeepError, LayoutError
+from kvkeep.logs import json_logs
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +92,7 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
         self._lost_requests: set[str] = set()  # that wait for a load that nobody carries out
         self.failures: Counter[str] = Counter()
         self._settings: Settings | None = None
+        self._opened = ExitStack()
         try:
             block_size = block_size_of(kv_cache_config)
         except LayoutError as error:
@@ -101,6 +104,8 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
         check_codecs(self._settings, kv_cache_config)
         stores_on_first_rank_only(vllm_config, self._settings)  # refuses a wrong setting
         if role is KVConnectorRole.SCHEDULER:
+            if self._settings.log.format == "json":  # the worker's log is its cache's affair
+                self._opened.enter_context(json_logs())
             self._start_scheduler()
 
     @_hook(_nothing)
@@ -291,6 +296,7 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
             scheduler.close()
         if worker is not None:
             worker.close()
+        self._opened.close()
 
     def _step(self) -> StepMeta:
         """This step's metadata; nothing to do where vLLM bound none or another connector's."""
