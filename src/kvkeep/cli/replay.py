@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,14 @@ from rich.console import Console
 
 from kvkeep.cli.bar import Bar
 from kvkeep.cli.failures import telling_failures
-from kvkeep.cli.replay_report import Scale, print_real, print_sweep, real_values, sweep_values
+from kvkeep.cli.replay_report import (
+    Scale,
+    print_real,
+    print_speed,
+    print_sweep,
+    real_values,
+    sweep_values,
+)
 from kvkeep.config.units import parse_size
 from kvkeep.errors import ConfigError, TraceError
 from kvkeep.replay.chart import require_chart
@@ -152,13 +160,16 @@ def _replay_one(
     trace = _read(path, wanted.block_tokens)
     scale = wanted.scale(trace)
     chunks = wanted.capacities(trace, scale.block_bytes)
+    begin = time.perf_counter()
     with _bar() as report:
         results = sweep(trace, chunks, wanted.policies, report, num_warm_up=scale.num_warm_up)
+    seconds = time.perf_counter() - begin
     if wanted.plot is not None:
         draw(results, wanted.plot, path.name, scale.label)
-    values = sweep_values(path, results, scale)
+    values = {**sweep_values(path, results, scale), "seconds": seconds}
     if console is not None:
         print_sweep(path, results, scale, console, with_chart=wanted.chart)
+        print_speed(results, seconds, console)
     if wanted.real_bytes is None:
         return values, 0
     found, wrong = _run_real(trace, results, wanted, scale, console)

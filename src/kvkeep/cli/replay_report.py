@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvkeep.cli.texts import about_size
+from kvkeep.cli.texts import about_size, about_time
 from kvkeep.replay.chart import chart
 from kvkeep.replay.simulator import HitRate
 from kvkeep.replay.sweep import Sweep, what_memory_buys
@@ -104,6 +104,14 @@ def print_sweep(
     policy = next(iter(results.sizes[0].by_policy))
     sentence = what_memory_buys(results, policy, scale.label)
     console.print(sentence, width=WIDTH, highlight=False)
+
+
+def print_speed(results: Sweep, seconds: float, console: Console) -> None:
+    """How much was replayed, and how fast."""
+    runs = sum(len(one.by_policy) + 1 for one in results.sizes) + 1
+    rate = runs * results.num_requests / seconds
+    text = f"{runs} replays in {about_time(seconds)}, {rate:,.0f} requests/s."
+    console.print(Text(text, style="dim"), width=WIDTH)
 
 
 def print_real(

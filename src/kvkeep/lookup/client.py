@@ -30,6 +30,8 @@ from kvkeep.lookup.messages import (
     Keep,
     Lookup,
     LookupReply,
+    Numbers,
+    NumbersReply,
     Reply,
     Request,
     Unpin,
@@ -44,7 +46,7 @@ from kvkeep.tokens import PLAIN, RequestScope, as_token_bytes
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", HelloReply, CheckReply, ClearReply)
+R = TypeVar("R", HelloReply, CheckReply, NumbersReply, ClearReply)
 
 
 class LookupClient:
@@ -159,6 +161,12 @@ class LookupClient:
             if not self._closed:
                 self._started.wait(timeout_s)
 
+    def count(self, num_asked: int, found: FoundTokens) -> None:
+        """Make an answer part of the hit rate that was asked for without being counted."""
+        with self._lock:
+            if not self._closed:
+                self._count_lookup_locked(num_asked, Outcome(found))
+
     @property
     def num_started(self) -> int:
         """Lookups that were started and have not been answered."""
@@ -191,6 +199,15 @@ class LookupClient:
             LookupServiceError: one did not answer in time.
         """
         return self._ask_strictly(Check(self._next_seq()), CheckReply)
+
+    def numbers(self) -> list[Mapping[str, float]]:
+        """What every worker counts, by rank: the values of its metrics.
+
+        Raises:
+            LookupServiceError: one did not answer in time.
+        """
+        replies = self._ask_strictly(Numbers(self._next_seq()), NumbersReply)
+        return [reply.metrics for reply in replies]
 
     def clear(self, locations: Collection[str] = ()) -> int:
         """Remove every chunk of every worker; returns how many copies there were.

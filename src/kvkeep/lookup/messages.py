@@ -113,6 +113,10 @@ class Check(_Message, tag="check", frozen=True):
     """What is held and counted?"""
 
 
+class Numbers(_Message, tag="numbers", frozen=True):
+    """What is counted? Nothing is proved for it, unlike ``check``: it may be asked often."""
+
+
 class Clear(_Message, tag="clear", frozen=True):
     """Remove every chunk, from all tiers or from those named."""
 
@@ -151,6 +155,12 @@ class CheckReply(_Message, tag="check_reply", frozen=True):
     metrics: dict[str, float]
 
 
+class NumbersReply(_Message, tag="numbers_reply", frozen=True):
+    """The worker's metrics by name."""
+
+    metrics: dict[str, float]
+
+
 class ClearReply(_Message, tag="clear_reply", frozen=True):
     """Chunks removed."""
 
@@ -163,8 +173,8 @@ class ErrorReply(_Message, tag="error_reply", frozen=True):
     message: str
 
 
-Request = Hello | Lookup | Start | Keep | Counted | Unpin | Check | Clear
-Reply = HelloReply | LookupReply | Started | CheckReply | ClearReply | ErrorReply
+Request = Hello | Lookup | Start | Keep | Counted | Unpin | Check | Numbers | Clear
+Reply = HelloReply | LookupReply | Started | CheckReply | NumbersReply | ClearReply | ErrorReply
 
 T = TypeVar("T")
 

@@ -38,6 +38,8 @@ from kvkeep.lookup.messages import (
     Keep,
     Lookup,
     LookupReply,
+    Numbers,
+    NumbersReply,
     Reply,
     Request,
     Start,
@@ -177,7 +179,7 @@ class LookupServer:
                 return self._start(client, request)
             case Hello():
                 return self._hello(request)
-            case Check():
+            case Check() | Numbers():
                 return self._check(request)
             case Clear():
                 return ClearReply(request.seq, self._engine.clear(request.locations or None))
@@ -196,7 +198,9 @@ class LookupServer:
                 for lookup_id in notice.lookup_ids:
                     self._engine.lookup_unpin(lookup_id)
 
-    def _check(self, request: Check) -> CheckReply:
+    def _check(self, request: Check | Numbers) -> CheckReply | NumbersReply:
+        if isinstance(request, Numbers):
+            return NumbersReply(request.seq, self._metrics.snapshot())
         report = self._engine.check()
         return CheckReply(
             request.seq,

@@ -34,13 +34,13 @@ class SocketSource:
                 client = LookupClient([path], timeout_s=self._timeout_s)
                 self._clients[path] = client
             try:
-                [report] = client.check()
+                [numbers] = client.numbers()
             except LookupServiceError:
                 self._forget(path)
                 continue
             name, _, rank = path.stem.rpartition("-")
             number = int(rank) if rank.isdecimal() else 0
-            series = series_of_snapshot(report.metrics)
+            series = series_of_snapshot(numbers)
             samples.append(Sample(path.stem, name, number, time.monotonic(), series))
         return samples
 

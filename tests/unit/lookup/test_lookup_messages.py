@@ -21,6 +21,8 @@ from kvkeep.lookup.messages import (
     Keep,
     Lookup,
     LookupReply,
+    Numbers,
+    NumbersReply,
     Start,
     Started,
     Unpin,
@@ -41,6 +43,7 @@ REQUESTS = [
     Keep(3, "req#1", 512),
     Unpin(3, ("req#1", "req#2")),
     Check(4),
+    Numbers(4),
     Clear(5, ("LocalCPUBackend",)),
 ]
 REPLIES = [
@@ -49,6 +52,7 @@ REPLIES = [
     LookupReply(3, 512, (("tier", 256), ("other", 256))),
     Started(3),
     CheckReply(4, 0, 1, 2, 3, 4, {"kvkeep_x_total": 1.5}),
+    NumbersReply(4, {"kvkeep_x_total": 1.5}),
     ClearReply(5, 7),
     ErrorReply(6, "no"),
 ]

@@ -70,6 +70,14 @@ def test_check_and_clear(start):
     assert service.client.lookup("r#0", [1, 2, 3, 4]) == 0
 
 
+def test_numbers_are_those_of_the_server_and_prove_nothing(start, monkeypatch):
+    service = start(8)
+    monkeypatch.setattr(type(service.targets[0]), "check", None)  # it is not called
+    service.client.lookup("r#0", [1, 2, 3, 4], pin=False)
+    [numbers] = service.client.numbers()
+    assert numbers["kvkeep_lookup_tokens_total"] == 4
+
+
 def test_clear_of_some_tiers(start):
     service = start(8, 4)
     assert service.client.clear(["tier"]) == 12
