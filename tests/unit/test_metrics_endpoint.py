@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import socket
 import ssl
@@ -194,6 +195,21 @@ def test_an_owner_of_a_gauge_that_fails_is_an_error_to_the_scraper_alone(open_en
     assert status == 500
     assert "RuntimeError" not in text
     assert get(endpoint)[0] == 500
+
+
+def test_a_connection_that_cannot_be_taken_in_ends_nothing(open_endpoint, monkeypatch):
+    accept = socket.socket.accept
+    errors = [OSError(errno.EMFILE, "too many open files"), ConnectionAbortedError("gone")]
+
+    def flaky(listener: socket.socket):
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr("kvkeep.metrics.endpoint.ERROR_PAUSE_S", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", flaky)
+    assert get(open_endpoint())[0] == 200
+    assert errors == []
 
 
 def test_ranks_have_places_of_their_own():

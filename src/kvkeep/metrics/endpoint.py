@@ -28,6 +28,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS = 8
 #: How long one call on a connection, and one connection, may take.
 CALL_TIMEOUT_S, CONNECTION_TIMEOUT_S = 5.0, 10.0
+#: How long no connection is taken in after one could not be.
+ERROR_PAUSE_S = 1.0
 #: How long :meth:`MetricsEndpoint.close` waits for a thread.
 CLOSE_TIMEOUT_S = 5.0
 
@@ -87,7 +89,7 @@ class MetricsEndpoint:
         self._tls = _tls_context(options.tls) if options.tls is not None else None
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, tuple[float, threading.Thread]] = {}  # by _lock
-        self._closed = False  # guarded by _lock
+        self._closing = threading.Event()
         self._path = options.place if isinstance(options.place, Path) else None
         self._socket = _listen(options.place)
         self._thread = threading.Thread(target=self._accept, name="kvkeep-metrics", daemon=True)
@@ -104,9 +106,9 @@ class MetricsEndpoint:
     def close(self) -> None:
         """Stop listening and end every connection; a second call does nothing."""
         with self._lock:
-            if self._closed:
+            if self._closing.is_set():
                 return
-            self._closed = True
+            self._closing.set()
             connections = list(self._connections.items())
         _end(self._socket)  # wakes accept()
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -123,11 +125,10 @@ class MetricsEndpoint:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError as error:
-                if self._closed:
-                    return
-                _log.warning("the metrics endpoint could not accept: %s", error)
-                if not isinstance(error, ConnectionError):
+            except OSError as error:  # too many files are open, say
+                if not self._closing.is_set():
+                    _log.warning("the metrics endpoint could not accept: %s", error)
+                if self._closing.wait(ERROR_PAUSE_S):
                     return
                 continue
             connection.settimeout(CALL_TIMEOUT_S)
@@ -143,7 +144,7 @@ class MetricsEndpoint:
         """Note a connection. False if there are too many; then the oldest may be over its time."""
         now = time.monotonic()
         with self._lock:
-            if self._closed:
+            if self._closing.is_set():
                 return False
             if len(self._connections) >= MAX_CONNECTIONS:
                 oldest, (started, _) = min(self._connections.items(), key=lambda item: item[1][0])
