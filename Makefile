@@ -9,7 +9,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-fast check format docs bench clean
+.PHONY: help demo test test-fast check format docs bench fuzz clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ format: $(VENV)/.test ## Format the code and write the generated tables
 	@$(PY) scripts/check_faults.py --write
 	@$(PY) scripts/check_docs.py --write
 
+fuzz: export KVKEEP_FUZZ_SECONDS ?= 240
+fuzz: $(VENV)/.fuzz ## Feed every parser of bytes from outside, guided by coverage
+	@$(PY) -m kvkeep.testing.fuzzing --seconds $$KVKEEP_FUZZ_SECONDS
+
 docs: $(VENV)/.test ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	@echo "site/index.html; with search: python -m http.server --directory site"
@@ -68,6 +72,10 @@ $(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.demo
 	@echo "  test tools"
 	@$(PIP) --editable '.[hf,dev]'
+	@touch $@
+
+$(VENV)/.fuzz: $(VENV)/.test
+	@$(PIP) --editable '.[fuzz]'
 	@touch $@
 
 $(VENV)/.vllm: $(VENV)/.test scripts/install_vllm.py

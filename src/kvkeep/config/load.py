@@ -35,7 +35,7 @@ ENV_CONFIG = "KVKEEP_CONFIG"
 #: Variables that are no settings: the YAML file, and the folder of the demo's model.
 ENV_OTHER = frozenset({ENV_CONFIG, "KVKEEP_MODEL_DIR"})
 #: Prefixes of variables that only the tests read.
-ENV_TEST_PREFIXES = ("KVKEEP_TEST_", "KVKEEP_STRESS_", "KVKEEP_STALL_")
+ENV_TEST_PREFIXES = ("KVKEEP_TEST_", "KVKEEP_STRESS_", "KVKEEP_STALL_", "KVKEEP_FUZZ_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         """See yaml; checks the keys first."""
         seen: set[str] = set()
         for key_node, _ in node.value:
-            if key_node.value in seen:
+            if isinstance(key_node.value, str) and key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{key_node.value!r} is given twice", key_node.start_mark
                 )
@@ -133,6 +133,20 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return mapping
 
 
+def _parse_yaml(text: str) -> object:
+    """The content of a YAML text.
+
+    Raises:
+        YAMLError: it is none; also where the library itself lets another error through.
+    """
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise yaml.YAMLError(f"a value in it cannot be read: {error}") from error
+
+
 def read_yaml(path: Path) -> Mapping[str, object]:
     """The top mapping of a YAML file; an empty file is an empty mapping.
 
@@ -140,7 +154,7 @@ def read_yaml(path: Path) -> Mapping[str, object]:
         ConfigError: it cannot be read, or is no mapping.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        content = _parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -202,7 +216,7 @@ def _read_text(path: str, text: str, origin: str) -> object:
     info = _FIELDS[path]
     if path in FORMS:
         try:
-            value = yaml.load(text, _UniqueKeyLoader)
+            value = _parse_yaml(text)
         except yaml.YAMLError as error:
             cause = None if path in SECRET else error  # which would quote the text
             raise ConfigError(f"{path} ({origin}) is not {FORMS[path]}") from cause

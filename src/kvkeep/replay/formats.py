@@ -88,10 +88,17 @@ def _from_log(lines: Iterable[bytes]) -> Iterator[tuple[int, list[int]]]:
             received += _VLLM_RECEIVED.search(line) is not None
             continue
         if match[1] != b"None":
-            yield count, _checked(json.loads(match[1]), number)
+            yield count, _checked(_listed(match[1], number), number)
             count += 1
     if not count:
         raise TraceError(_VLLM_HOW if received else _UNKNOWN)
+
+
+def _listed(text: bytes, number: int) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise TraceError(f"line {number} has no list of token ids: {error}") from error
 
 
 def _from_json(lines: Iterable[bytes]) -> Iterator[tuple[int, list[int]]]:
@@ -102,7 +109,7 @@ def _from_json(lines: Iterable[bytes]) -> Iterator[tuple[int, list[int]]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"line {number} is no JSON: {error}") from error
         for ids in _prompts_of(record, number):
             yield count, _checked(ids, number)

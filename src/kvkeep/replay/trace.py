@@ -89,7 +89,7 @@ def parse_trace(lines: Iterable[bytes], *, chunk_tokens: int = MOONCAKE_BLOCK_TO
         if line.strip():
             try:
                 requests.append(_parse_line(line, chunk_tokens, interned))
-            except (ValueError, TypeError, KeyError, OverflowError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 raise TraceError(f"line {number}: {type(error).__name__}: {error}") from error
     return Trace(tuple(requests), chunk_tokens)
 
