@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +69,7 @@ def demo(
     if as_json:
         typer.echo(json.dumps(result.as_dict()))
     else:
-        print_report(result, Console())
+        print_report(result, Console(), _program())
     if not result.same_tokens:
         raise typer.Exit(1)
 
@@ -88,6 +90,13 @@ def _ending_in_order() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _program() -> str:
+    """How this command was called: by its name, if that is enough to find it."""
+    name = Path(sys.argv[0]).name
+    found = shutil.which(name)
+    return name if found is not None and found == sys.argv[0] else sys.argv[0]
 
 
 def _run_transformers(model: str | None, questions: tuple[str, ...], disk: Path) -> DemoResult:

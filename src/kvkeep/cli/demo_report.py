@@ -15,8 +15,14 @@ from kvkeep.demo.prompts import first_line
 WIDTH = 80
 
 
-def print_report(result: DemoResult, console: Console) -> None:
-    """Show what a run of the demo found."""
+def print_report(result: DemoResult, console: Console, program: str) -> None:
+    """Show what a run of the demo found, and what to do next.
+
+    Args:
+        result: of the run.
+        console: to print to.
+        program: how this command was called, to be called again.
+    """
     console.print()
     console.print(_table(result), width=WIDTH)
     console.print()
@@ -26,6 +32,14 @@ def print_report(result: DemoResult, console: Console) -> None:
     console.print()
     console.print(_summary(result), width=WIDTH)
     console.print()
+    console.print(
+        Text.assemble(
+            ("Next: ", "dim"),
+            (f"{program} doctor", "cyan"),
+            (" says what this machine can do, README.md how to use it.", "dim"),
+        ),
+        width=WIDTH,
+    )
 
 
 def _table(result: DemoResult) -> Table:

@@ -178,7 +178,7 @@ def test_wrong_arguments_end_with_2(arguments: list[str]) -> None:
 def test_report_fits_80_columns(same: bool) -> None:
     console = Console(width=120, record=True, force_terminal=False, quiet=False)
     with console.capture() as captured:
-        print_report(_result(same), console)
+        print_report(_result(same), console, "kvkeep")
     lines = captured.get().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     rows = [line for line in lines if line.startswith("1 What")]
