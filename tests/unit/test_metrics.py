@@ -76,11 +76,13 @@ def test_every_fault_of_a_chunks_bytes_counts_as_one_of_integrity():
 
 def test_causes_without_end_become_one_series():
     metrics = Metrics()
+    metrics.follow()
     for number in range(3 * MAX_SERIES):
         metrics.failure("DictBackend", "get", f"Error{number}")
     counts = [v for k, v in metrics.snapshot().items() if k.startswith("kvkeep_failures_total")]
     assert len(counts) == MAX_SERIES + 1
     assert sum(counts) == 3 * MAX_SERIES
+    assert len({labels for _, labels, _ in metrics.take_moves()}) == MAX_SERIES + 1
 
 
 def test_the_hit_rate_counts_misses():

@@ -81,33 +81,35 @@ class Metrics:
         self._num_series: Tally[str] = Tally()
         self._moves: deque[Move] | None = None  # appended to by any thread, without a lock
 
-    def _of(self, name: str, labels: tuple[str, ...]) -> _Series:
+    def _of(self, name: str, labels: tuple[str, ...]) -> tuple[_Series, tuple[str, ...]]:
+        """A series, and the labels that it has: with too many of them those of OTHER."""
         series = self._series.get((name, labels))
         if series is None:
             family = self._families[name]
             if self._num_series[name] >= MAX_SERIES:
-                return family.labels(*[OTHER] * len(labels))
+                labels = (OTHER,) * len(labels)
+                return family.labels(*labels), labels
             series = family.labels(*labels) if labels else family
             self._series[name, labels] = series
             self._num_series[name] += 1
-        return series
+        return series, labels
 
     def _add(self, name: str, amount: float, *labels: str) -> None:
-        series = self._of(name, labels)
+        series, labels = self._of(name, labels)
         assert isinstance(series, Counter)
         series.inc(amount)
         if self._moves is not None:
             self._moves.append((name, labels, amount))
 
     def _observe(self, name: str, value: float, *labels: str) -> None:
-        series = self._of(name, labels)
+        series, labels = self._of(name, labels)
         assert isinstance(series, Histogram)
         series.observe(value)
         if self._moves is not None:
             self._moves.append((name, labels, value))
 
     def _watch(self, name: str, read: Callable[[], float], *labels: str) -> None:
-        series = self._of(name, labels)
+        series, _ = self._of(name, labels)
         assert isinstance(series, Gauge)
         series.set_function(read)
 
