@@ -7,6 +7,11 @@ while its chunks travel into memory. What was found in that way is held for as l
 waits, since somebody brought it for this request; everything that waiting requests hold is bounded
 by ``prefetch.memory``.
 
+vLLM does not ask about requests for which it has no seat. Of these the first few are asked about
+early, so that their chunks travel while they queue. Such an answer is old when the request's turn
+comes, so it is relied upon only if all of the prompt was found; else the workers are asked anew,
+and find in memory what was brought.
+
 Each question has an id of its own, so a lease that is still on its way is never taken for a later
 one.
 """
@@ -27,6 +32,8 @@ from kvkeep.tokens import RequestScope
 GRACE_S = 0.003
 #: How long an engine that has nothing else to do waits for a worker's word instead of going round.
 IDLE_WAIT_S = 0.004
+#: Requests without a seat that are asked about before their turn.
+MAX_EARLY = 8
 #: Steps in a row without any token after which an engine has nothing else to do; one more than can
 #: be under way at once.
 _IDLE_STEPS = 3
@@ -41,6 +48,7 @@ class _Question:
         num_asked: tokens of the request that it is about.
         scope: what the request adds to the identity.
         found: the answer; None: not yet.
+        is_early: asked before the request's turn, and not relied upon yet.
         is_late: the request has been told "not yet".
         held_until: value of ``time.monotonic()`` after which the answer is not relied upon.
     """
@@ -49,6 +57,7 @@ class _Question:
     num_asked: int
     scope: RequestScope
     found: FoundTokens | None = None
+    is_early: bool = False
     is_late: bool = False
     held_until: float = 0.0
 
@@ -69,17 +78,24 @@ class Asking:
         self._hold_s = hold_s
         self._ids = itertools.count()
         self._questions: dict[str, _Question] = {}
+        self._queued: dict[str, tuple[TrackedRequest, int]] = {}  # without a question yet, in turn
         self._grace_s = GRACE_S
         self._num_idle_steps = 0
+
+    def queue(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> None:
+        """A request has come, and may have to wait for its turn."""
+        if self._may_wait(tracked):
+            self._queued[req_id] = (tracked, num_asked)
 
     def ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> FoundTokens | None:
         """Tokens of the longest prefix that can be loaded; None: not yet.
 
         Args:
-            req_id: the waiting request.
+            req_id: the waiting request, whose turn it is.
             tracked: what is known of it; has a scope.
             num_asked: leading tokens to ask about.
         """
+        self._queued.pop(req_id, None)
         question = self._questions.get(req_id)
         if question is not None and not self._is_valid(question, tracked, num_asked):
             self.drop(req_id)
@@ -88,6 +104,8 @@ class Asking:
             question = self._ask(req_id, tracked, num_asked)
         elif question.found is None:
             question.found = self._client.poll(question.lookup_id)
+        if question.is_early and question.found is not None:
+            question = self._rely_on(req_id, question, tracked)
         if question.found is None:
             question.is_late = True
             return None
@@ -108,12 +126,14 @@ class Asking:
 
     def drop(self, req_id: str) -> None:
         """The request needs no answer (any more), nor what was found for it."""
+        self._queued.pop(req_id, None)
         question = self._questions.pop(req_id, None)
         if question is not None:
             self._client.unpin([question.lookup_id])
 
     def drop_all(self) -> None:
         """Nobody needs any answer any more."""
+        self._queued.clear()
         self._unpin(list(self._questions))
 
     def end_step(self, *, is_idle: bool) -> None:
@@ -131,6 +151,7 @@ class Asking:
                 if question.found is not None and not question.is_late
             ]
         )
+        self._ask_early()
         self._grace_s = GRACE_S
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         if self._num_idle_steps >= _IDLE_STEPS:
@@ -148,6 +169,10 @@ class Asking:
             return True
         return question.is_late and time.monotonic() < question.held_until
 
+    def _may_wait(self, tracked: TrackedRequest) -> bool:
+        """Answers may come later: the tokens that they are about stay the same."""
+        return self._prefetches and not tracked.request.resumable
+
     def _ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> _Question:
         """Ask anew; the question is answered already if the answer comes at once."""
         lookup_id = f"{req_id}#{next(self._ids)}"
@@ -157,7 +182,7 @@ class Asking:
             raise ValueError(f"{req_id} has no name for its KV")
         counted = not tracked.was_asked
         question = self._questions[req_id] = _Question(lookup_id, num_asked, scope)
-        if not self._prefetches:
+        if not self._may_wait(tracked):
             question.found = self._client.lookup(lookup_id, tokens, scope=scope, counted=counted)
             return question
         self._client.start(lookup_id, tokens, scope=scope, counted=counted)
@@ -167,6 +192,34 @@ class Asking:
             self._client.wait(self._grace_s)
             self._grace_s -= time.monotonic() - started
             question.found = self._client.poll(lookup_id)
+        return question
+
+    def _ask_early(self) -> None:
+        """Ask about the first requests in the queue whose turn has not come."""
+        num_early = sum(question.is_early for question in self._questions.values())
+        while self._queued and num_early < MAX_EARLY:
+            req_id = next(iter(self._queued))
+            tracked, num_asked = self._queued.pop(req_id)
+            if tracked.scope is None:
+                continue
+            lookup_id = f"{req_id}#{next(self._ids)}"
+            tokens = tracked.token_bytes(num_asked)
+            self._questions[req_id] = _Question(lookup_id, num_asked, tracked.scope, is_early=True)
+            self._client.start(lookup_id, tokens, scope=tracked.scope, counted=False)
+            num_early += 1
+
+    def _rely_on(self, req_id: str, question: _Question, tracked: TrackedRequest) -> _Question:
+        """An early answer, if it is the best there can be; else ask anew."""
+        question.is_early = False
+        if question.found == question.num_asked:
+            question.is_late = True  # somebody brought it: held as long as the request waits
+            if not tracked.was_asked:
+                self._client.count(question.num_asked, question.found)
+            return question
+        was_late = question.is_late
+        self.drop(req_id)
+        question = self._ask(req_id, tracked, question.num_asked)
+        question.is_late = was_late
         return question
 
     def _unpin(self, req_ids: list[str]) -> None:

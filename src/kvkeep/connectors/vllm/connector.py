@@ -231,6 +231,12 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
             return {}
         return self._scheduler.sources(request, num_external_tokens)
 
+    @_hook(_nothing)
+    def on_new_request(self, request: Request) -> None:
+        """The request is in the queue."""
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:

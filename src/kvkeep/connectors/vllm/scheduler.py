@@ -94,6 +94,13 @@ class SchedulerSide:
         """Requests wait for their load, and no step does."""
         return self._options.loads_between_steps
 
+    def arrived(self, request: Request) -> None:
+        """A request was queued; its chunks may begin to travel before its turn comes."""
+        tracked = self._track(request)
+        num_asked = self._num_to_ask(request, tracked)
+        if num_asked:
+            self._asking.queue(request.request_id, tracked, num_asked)
+
     def match(self, request: Request, num_computed: int) -> int | None:
         """How many tokens beyond ``num_computed`` can be loaded for a waiting request.
 
@@ -106,17 +113,9 @@ class SchedulerSide:
             engine must compute. None: not yet, chunks are on their way into memory.
         """
         tracked = self._track(request)
-        num_asked = request.num_tokens
-        if not self._options.save_unfull_chunk:
-            num_asked -= num_asked % self._options.chunk_size
+        num_asked = self._num_to_ask(request, tracked)
         limit = request.num_tokens - 1
-        if (
-            tracked.scope is None
-            or not tracked.may_load
-            or not self._options.may_load
-            or request.skip_reading_prefix_cache
-            or min(num_asked, limit) <= num_computed
-        ):
+        if min(num_asked, limit) <= num_computed:
             self._asking.drop(request.request_id)
             return 0
         found = self._asking.ask(request.request_id, tracked, num_asked)
@@ -277,6 +276,19 @@ class SchedulerSide:
                 if used is not None and used.lora_int_id == lora.lora_int_id:
                     other.may_store = False
         return tracked
+
+    def _num_to_ask(self, request: Request, tracked: TrackedRequest) -> int:
+        """Leading tokens that may be found and loaded."""
+        if (
+            tracked.scope is None
+            or not tracked.may_load
+            or not self._options.may_load
+            or request.skip_reading_prefix_cache
+        ):
+            return 0
+        rest = 0 if self._options.save_unfull_chunk else request.num_tokens
+        num_tokens: int = request.num_tokens - rest % self._options.chunk_size
+        return num_tokens
 
     def _scope_of(self, request: Request) -> RequestScope | None:
         """What a request adds to the identity, the last reset included."""

@@ -118,6 +118,86 @@ def test_a_request_that_came_later_overtakes_one_that_waits(waiting):
     engine.finish()
 
 
+def test_chunks_travel_while_a_request_has_no_seat(toy_engine):
+    """Issue 4, point 3: its wait is that for the seat or for the chunks, not for both in turn."""
+    engine = toy_engine(extra=SLOW_TIER, max_num_seqs=1)
+    store_slowly(engine, PROMPT, PROMPT[8:32])
+    engine.add("running", OTHER, max_tokens=30)
+    while not engine.num_output("running"):
+        steps(engine, 1)
+    engine.add("next", PROMPT)
+    engine.add("third", PROMPT[8:32])
+    steps(engine, 1)
+    wait_until(lambda: engine.engine.check().open_leases == 2)
+    assert not engine.requests["running"].is_finished()
+    slow_of(engine).gate.clear()
+    engine.run_all()
+    assert engine.loaded_tokens == 39 + 23
+    for name in ("running", "next", "third"):
+        assert engine.outputs(name) == engine.true_outputs(name)
+    slow_of(engine).gate.set()
+    engine.finish()
+
+
+def test_an_early_answer_is_asked_for_again(toy_engine):
+    """Nobody had anything when the requests came; the first one stores it for the others."""
+    engine = toy_engine(extra=SLOW_TIER, max_num_seqs=1)
+    for name in "abc":
+        engine.add(name, PROMPT)
+    engine.run_all()
+    assert engine.loaded_tokens == 2 * 39
+    assert engine.metric("kvkeep_lookup_tokens_total") == 3 * 40
+    assert engine.metric(f'kvkeep_lookup_hit_tokens_total{{tier="{CPU}"}}') == 2 * 40
+    engine.finish()
+
+
+def test_an_early_answer_is_counted_when_it_is_used(toy_engine):
+    engine = toy_engine(extra=SLOW_TIER, max_num_seqs=1)
+    store_slowly(engine, PROMPT)
+    asked = engine.metric("kvkeep_lookup_tokens_total")
+    engine.add("running", OTHER, max_tokens=10)
+    steps(engine, 2)
+    engine.add("next", PROMPT)
+    engine.run_all()
+    assert engine.metric("kvkeep_lookup_tokens_total") == asked + 80
+    assert engine.metric(f'kvkeep_lookup_hit_tokens_total{{tier="{SLOW}"}}') == 40
+    engine.finish()
+
+
+def test_only_a_few_are_asked_about_early(toy_engine, monkeypatch):
+    monkeypatch.setattr(asking, "MAX_EARLY", 2)
+    engine = toy_engine(extra=SLOW_TIER, max_num_seqs=1)
+    store_slowly(engine, PROMPT)
+    slow_of(engine).gate.clear()
+    engine.add("running", OTHER, max_tokens=8)
+    steps(engine, 2)
+    names = [f"r{number}" for number in range(6)]
+    for name in names:
+        engine.add(name, PROMPT, max_tokens=1)
+    steps(engine, 2)
+    assert engine.client.num_started == 2
+    engine.abort("r0")
+    engine.abort("r5")
+    steps(engine, 1)
+    assert engine.client.num_started == 2
+    slow_of(engine).gate.set()
+    engine.run_all()
+    assert engine.loaded_tokens == 4 * 39
+    engine.finish()
+
+
+def test_a_session_whose_tokens_may_change_is_asked_about_in_its_turn(toy_engine):
+    engine = toy_engine(extra=SLOW_TIER)
+    engine.generate("a", PROMPT)
+    engine.add("b", PROMPT, resumable=True)
+    assert not engine.connector._scheduler._asking._queued
+    engine.schedule()
+    assert engine.planned_loads() == 1
+    engine.run_all()
+    engine.abort("b")
+    engine.run_all()
+
+
 def test_what_is_in_memory_is_loaded_in_the_first_step(toy_engine):
     """Nobody is told "not yet" about what is there."""
     engine = toy_engine(extra=SLOW_TIER)
