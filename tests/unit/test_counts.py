@@ -1,0 +1,370 @@
+"""How much work the verbs do, in counts: no clock, so a slow machine cannot fail them.
+
+Each bound stands a little above what is done today. A change that doubles the work of a request, or
+makes it grow with something it did not grow with, fails here; one that has a reason for it says so
+and moves the bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvkeep import keys
+from kvkeep.backends.local_cpu import LocalCPUBackend
+from kvkeep.bench.rig import make_dense_engine
+from kvkeep.gpu import host
+from kvkeep.layout import MemoryFormat
+from kvkeep.memory.factory import initialize_allocator
+from kvkeep.memory.ownership import References
+from kvkeep.metrics import Metrics
+from kvkeep.policy.names import POLICIES, create_policy
+from kvkeep.testing.chunks import CHUNK_BYTES, DTYPE, SHAPE, make_keys
+from kvkeep.testing.disk import FaultyIO, make_disk
+from kvkeep.testing.engine_rig import EngineRig
+from kvkeep.tokens import ChunkedTokenDatabase
+
+FMT = MemoryFormat.OPAQUE_PAGES
+CHUNK = 8
+LAYERS = 3
+
+
+def calls_in(call: Callable[[], object]) -> int:
+    """Function calls, in Python and in C, that ``call`` makes in this thread."""
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def allocated_in(call: Callable[[], object]) -> int:
+    """Most bytes of Python and numpy memory that ``call`` holds at once."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        call()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+def per_chunk(count_of: Callable[[int], int], few: int = 64, many: int = 192) -> float:
+    """What one chunk more costs; what a call costs whatever its length is, cancels out."""
+    return (count_of(many) - count_of(few)) / (many - few)
+
+
+def tokens_of(num_chunks: int) -> list[int]:
+    return list(range(num_chunks * CHUNK))
+
+
+@pytest.fixture
+def rig():
+    with EngineRig(pool_chunks=200, num_pages=400) as made:
+        yield made
+
+
+@pytest.fixture
+def stored(rig):
+    """A rig that holds a prompt of 200 chunks."""
+    rig.fill(tokens_of(200))
+    return rig
+
+
+# --- keys
+
+
+class CountedSha256:
+    """hashlib.sha256 that counts its objects and their bytes."""
+
+    def __init__(self) -> None:
+        self.objects = self.num_bytes = 0
+
+    def __call__(self, data: bytes = b""):
+        self.objects += 1
+        self.num_bytes += len(data)
+        return _CountedDigest(self, hashlib.sha256(data))
+
+
+class _CountedDigest:
+    def __init__(self, counted: CountedSha256, digest) -> None:
+        self._counted, self._digest = counted, digest
+
+    def update(self, data: bytes) -> None:
+        self._counted.num_bytes += len(data)
+        self._digest.update(data)
+
+    def digest(self) -> bytes:
+        return self._digest.digest()
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    counted = CountedSha256()
+    monkeypatch.setattr(keys, "hashlib", SimpleNamespace(sha256=counted))
+    return counted
+
+
+def test_each_token_is_hashed_once(rig, hashed) -> None:
+    rig.engine.lookup([1])  # makes the root
+    hashed.objects = hashed.num_bytes = 0
+    rig.fill(tokens_of(100))
+    rig.engine.lookup(tokens_of(100))
+    rig.engine.lookup(tokens_of(100), lookup_id="x", pin=True)
+    rig.engine.retrieve(
+        tokens_of(100),
+        kvcaches=rig.model.caches,
+        slot_mapping=rig.model.slots(range(200), 800),
+        req_id="x",
+    )
+    assert hashed.objects == 100
+    assert hashed.num_bytes == 100 * (keys.KEY_BYTES + CHUNK * keys.TOKEN_BYTES)
+
+
+def test_a_chat_of_fifty_turns_is_hashed_once(rig, hashed) -> None:
+    """The bytes that are hashed grow with the chat, not with its square."""
+    rig.engine.lookup([1])
+    hashed.objects = hashed.num_bytes = 0
+    chat: list[int] = []
+    for turn in range(50):
+        chat += range(turn * 1000, turn * 1000 + 3 * CHUNK + 1)
+        rig.engine.lookup(chat)
+    assert hashed.objects == len(chat) // CHUNK
+    assert hashed.num_bytes == hashed.objects * (keys.KEY_BYTES + CHUNK * keys.TOKEN_BYTES)
+
+
+def test_keys_take_few_calls_and_little_memory(rig) -> None:
+    def fresh(num_chunks: int) -> Callable[[], object]:
+        database = ChunkedTokenDatabase(rig.engine.token_database.identity)
+        database.process_tokens([1])  # makes the root
+        tokens = tokens_of(num_chunks)
+        return lambda: database.process_tokens(tokens)
+
+    # per chunk: sha256(), update, digest and append
+    assert per_chunk(lambda count: calls_in(fresh(count))) <= 4.1
+    # per chunk: its ids twice (the array and the bytes), and one key
+    assert per_chunk(lambda count: allocated_in(fresh(count))) <= 2 * CHUNK * 4 + 120
+
+
+# --- lookups
+
+
+def test_a_lookup_takes_few_calls_and_little_memory(stored) -> None:
+    def lookup(num_chunks: int) -> Callable[[], object]:
+        tokens = tokens_of(num_chunks)
+        stored.engine.lookup(tokens)
+        return lambda: stored.engine.lookup(tokens)
+
+    assert per_chunk(lambda count: calls_in(lookup(count))) <= 0.1
+    assert per_chunk(lambda count: allocated_in(lookup(count))) <= 2 * CHUNK * 4 + 100
+    assert calls_in(lookup(100)) <= 120
+
+
+def test_a_pinned_lookup_takes_few_calls(stored) -> None:
+    def lookup(num_chunks: int) -> Callable[[], object]:
+        tokens = tokens_of(num_chunks)
+
+        def run() -> None:
+            stored.engine.lookup(tokens, lookup_id="x", pin=True)
+            stored.engine.lookup_unpin("x")
+
+        run()
+        return run
+
+    assert per_chunk(lambda count: calls_in(lookup(count))) <= 17
+    assert calls_in(lookup(100)) <= 17 * 100 + 300
+
+
+class CountedLock:
+    """A lock that counts how often it is taken."""
+
+    def __init__(self, lock) -> None:
+        self._lock = lock
+        self.taken = 0
+
+    def acquire(self, *args, **kwargs):
+        self.taken += 1
+        return self._lock.acquire(*args, **kwargs)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self):
+        self.acquire()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("num_chunks", [3, 150])
+def test_locks_and_metrics_do_not_count_chunks(stored, monkeypatch, num_chunks: int) -> None:
+    """One lock of the index and one of the pool's counts per batch, however long it is."""
+    index = CountedLock(stored.cpu._lock)
+    stored.cpu._lock = index
+    counts = CountedLock(stored.cpu.allocator.count_lock)
+    stored.cpu.allocator.count_lock = counts
+    added = []
+    add = Metrics._add
+    monkeypatch.setattr(Metrics, "_add", lambda *args: (added.append(args), add(*args)))
+    tokens = tokens_of(num_chunks)
+    stored.engine.lookup(tokens)
+    assert (index.taken, counts.taken) == (1, 0)
+    assert len(added) <= 2
+    stored.engine.lookup(tokens, lookup_id="x", pin=True)
+    assert (index.taken, counts.taken) == (2, 1)
+    stored.engine.lookup_unpin("x")
+    assert (index.taken, counts.taken) == (3, 2)
+    assert len(added) <= 6
+
+
+# --- copies
+
+
+class CountedMoves:
+    """Counts the copies of numpy that a transfer makes, and their bytes."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.copies = self.num_bytes = 0
+        for name in ("gather", "scatter"):
+            monkeypatch.setattr(host, name, self._counting(getattr(host, name)))
+
+    def _counting(self, copy):
+        lock = threading.Lock()
+
+        def counted(rows, moves, chunk) -> None:
+            with lock:
+                self.copies += len(moves)
+                self.num_bytes += sum(chunk[move.part].nbytes for move in moves)
+            copy(rows, moves, chunk)
+
+        return counted
+
+    def taken(self) -> tuple[int, int]:
+        result = (self.copies, self.num_bytes)
+        self.copies = self.num_bytes = 0
+        return result
+
+
+@pytest.mark.parametrize("order", ["neighbours", "shuffled"])
+def test_a_layer_of_a_chunk_is_one_copy(rig, monkeypatch, order: str) -> None:
+    """Every byte moves once, in as few copies as there are layers times chunks."""
+    count = 100
+    pages = list(range(2 * count))
+    if order == "shuffled":
+        pages = torch.randperm(400, generator=torch.Generator().manual_seed(1))[
+            : 2 * count
+        ].tolist()
+    moved = CountedMoves(monkeypatch)
+    rig.fill(tokens_of(count), pages)
+    num_bytes = count * rig.model.layout.chunk_bytes(CHUNK)
+    assert moved.taken() == (LAYERS * count, num_bytes)
+    where = dict(kvcaches=rig.model.caches, slot_mapping=rig.model.slots(pages, count * CHUNK))
+    rig.engine.retrieve(tokens_of(count), **where)
+    assert moved.taken() == (LAYERS * count, num_bytes)
+    list(rig.engine.retrieve_layer(tokens_of(count), **where))
+    assert moved.taken() == (LAYERS * count, num_bytes)
+    rig.engine.clear()
+    list(rig.engine.store_layer(tokens_of(count), **where))
+    assert moved.taken() == (LAYERS * count, num_bytes)
+    rig.engine.store(tokens_of(count), **where)
+    assert moved.taken() == (0, 0)  # what is stored is not copied again
+
+
+def test_dense_caches_are_one_copy_per_layer_part_and_chunk(monkeypatch) -> None:
+    with make_dense_engine(
+        num_chunks=5, num_layers=2, dtype="bfloat16", heads=(2, 8), chunk_size=CHUNK
+    ) as made:
+        moved = CountedMoves(monkeypatch)
+        made.engine.store(tokens_of(5), kvcaches=None, slot_mapping=None)
+        assert moved.taken() == (2 * 2 * 5, 5 * CHUNK * 2 * 2 * 2 * 8 * 2)
+
+
+def test_a_transfer_takes_few_calls(rig) -> None:
+    """Per chunk and layer: the copy, its views, and no more than a few calls around them."""
+    where = dict(kvcaches=rig.model.caches)
+
+    def fill(num_chunks: int) -> Callable[[], object]:
+        rig.engine.clear()
+        slots = rig.model.slots(range(2 * num_chunks), num_chunks * CHUNK)
+        rig.engine.lookup(tokens_of(num_chunks))
+        return lambda: rig.engine.store(tokens_of(num_chunks), slot_mapping=slots, **where)
+
+    def load(num_chunks: int) -> Callable[[], object]:
+        rig.fill(tokens_of(num_chunks))
+        slots = rig.model.slots(range(2 * num_chunks), num_chunks * CHUNK)
+        return lambda: rig.engine.retrieve(tokens_of(num_chunks), slot_mapping=slots, **where)
+
+    assert per_chunk(lambda count: calls_in(fill(count))) <= 130
+    assert per_chunk(lambda count: calls_in(load(count))) <= 80
+
+
+# --- evictions
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_an_eviction_takes_as_many_calls_in_a_large_pool(name: str) -> None:
+    def calls(capacity: int) -> float:
+        allocator = initialize_allocator(
+            capacity * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, huge_pages=False
+        )
+        pool = LocalCPUBackend(allocator, create_policy(name), metrics=Metrics())
+        names = make_keys(capacity + 256)
+
+        def put(some) -> None:
+            with References(pool.batched_allocate(SHAPE, DTYPE, len(some), FMT)) as objs:
+                pool.batched_submit_put_task(some, objs.objects)
+
+        for start in range(0, capacity, 16):
+            put(names[start : start + 16])
+        rest = [names[start : start + 16] for start in range(capacity, capacity + 256, 16)]
+        count = calls_in(lambda: [put(some) for some in rest])
+        assert len(pool) == capacity
+        pool.close()
+        return count / 256
+
+    small, large = calls(256), calls(2048)
+    assert large <= 1.3 * small
+    assert large <= 90
+
+
+# --- disk
+
+
+def test_a_chunk_on_disk_takes_few_system_calls(tmp_path) -> None:
+    allocator = initialize_allocator(64 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, huge_pages=False)
+    pool = LocalCPUBackend(allocator, create_policy("lru"), metrics=Metrics())
+    io = FaultyIO()
+    disk = make_disk(pool, tmp_path, io=io)
+    io.calls.clear()
+    names = make_keys(20)
+    with References(pool.batched_allocate(SHAPE, DTYPE, 20, FMT)) as objs:
+        disk.batched_submit_put_task(names, objs.objects)
+        assert disk.flush(10)
+    written = {name: count / 20 for name, count in io.calls.items()}
+    # asked for, written (payload, then header), renamed (and its folder, once, when it is made)
+    assert written.pop("rename") <= 2
+    assert written == {"open_read": 1, "open_new": 1, "write": 2}
+    io.calls.clear()
+    assert disk.batched_contains(names) == 20
+    assert io.calls == {}
+    with References(disk.batched_get_blocking(names)) as found:
+        assert None not in found.objects
+    assert {name: count / 20 for name, count in io.calls.items()} == {"open_read": 1, "read": 2}
+    disk.close()
+    pool.close()
