@@ -181,10 +181,11 @@ def agreement(
 
 
 def main(
-    windows: Annotated[int, typer.Option(help="Windows of text for the perplexity.")] = 12,
-    prompts: Annotated[int, typer.Option(help="Prompts for the greedy answers.")] = 50,
+    windows: Annotated[int, typer.Option(help="Windows of text for the perplexity.")] = 10,
+    prompts: Annotated[int, typer.Option(help="Prompts for the greedy answers.")] = 30,
     answer: Annotated[int, typer.Option(help="Tokens of an answer.")] = 32,
     repeats: Annotated[int, typer.Option(help="Runs per rate; the median counts.")] = 7,
+    dtypes: Annotated[str, typer.Option(help="Of the model.")] = "float32,bfloat16",
     quick: Annotated[bool, typer.Option(help="Very little of everything.")] = False,
 ) -> None:
     """Print the tables of docs/codecs.md."""
@@ -194,9 +195,10 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [read_document(), *(path.read_text() for path in sorted(ROOT.glob("docs/**/*.md")))]
     ids = tokenizer("\n\n".join(texts), return_tensors="pt").input_ids[:, :40_000]
-    results: dict[str, Any] = {"machine": machine(), "tokens": ids.shape[1]}
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results |= {"machine": machine(), "tokens": ids.shape[1]}
     print(f"{windows} windows of 1024 + 256 tokens; {prompts} prompts of 513, {answer} tokens each")
-    for dtype in ("float32", "bfloat16"):
+    for dtype in dtypes.split(","):
         with quiet_transformers(), torch.inference_mode():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
             sample = model(ids[:, : 4 * CHUNK], use_cache=True).past_key_values
@@ -221,8 +223,9 @@ def main(
                 flush=True,
             )
         results[dtype] = {"rates": rates, "perplexity": scores, "same": same}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    if not quick:
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
