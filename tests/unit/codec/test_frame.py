@@ -71,7 +71,7 @@ def test_every_truncation():
     assert parse_header(packed + b"more") == HEADER
 
 
-OUT_OF_BOUNDS = [(10, 255), (12, 0), (12, 7), (13, 0), (13, 9), (14, 1), (15, 0), (15, 9)]
+OUT_OF_BOUNDS = [(10, 255), (12, 0), (12, 7), (13, 0), (13, 9), (14, 4), (15, 0), (15, 9)]
 CONTRADICTING = [(16, 1), (24, 1), (39, 255), (56, 1), (176, 1), (247, 1)]
 
 
@@ -88,6 +88,22 @@ def test_other_magic_and_version_have_their_own_names():
     packed = HEADER.pack()
     assert parse_header(b"X" + packed[1:]) is FrameFault.MAGIC
     assert parse_header(packed[:8] + b"\2\0" + packed[10:]) is FrameFault.VERSION
+
+
+@pytest.mark.parametrize("codec", [1, 2, 3])
+def test_an_encoded_payload_is_shorter_than_its_chunk(codec):
+    """So that its length bounds what is read before anything is decoded."""
+    for length in (1, HEADER.meta.size_bytes - 1):
+        header = replace(HEADER, codec=codec, payload_bytes=length)
+        assert parse_header(header.pack()) == header
+    for length in (0, HEADER.meta.size_bytes, HEADER.meta.size_bytes + 1, 1 << 62):
+        packed = replace(HEADER, codec=codec, payload_bytes=length).pack()
+        assert parse_header(packed) is FrameFault.FIELDS
+
+
+@pytest.mark.parametrize("length", [0, 1, 767, 769])
+def test_a_raw_payload_is_as_long_as_its_chunk(length):
+    assert parse_header(replace(HEADER, payload_bytes=length).pack()) is FrameFault.FIELDS
 
 
 @given(st.binary(max_size=600))
