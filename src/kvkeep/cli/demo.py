@@ -107,11 +107,13 @@ def _run_transformers(model: str | None, questions: tuple[str, ...], disk: Path)
 
 
 def _run_vllm(model: str | None, questions: tuple[str, ...], disk: Path) -> DemoResult:
+    from kvkeep.demo.child import WAIT_ASLEEP
     from kvkeep.demo.vllm_run import require_vllm, run_vllm
 
     require_vllm()
-    # This process is the demo's own, so its logging may be ours; what the user set stays.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # This process is the demo's own, so its environment may be ours; what the user set stays.
+    for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", **WAIT_ASLEEP}.items():
+        os.environ.setdefault(name, value)
     with quiet_screen() as console, Bar(console) as bar:
         return run_vllm(_model_name(model, bar.report), questions, bar.report, disk)
 

@@ -91,3 +91,12 @@ def test_whoever_does_not_end_is_killed(run, monkeypatch: pytest.MonkeyPatch) ->
         run(ignore + "step(0, str(os.getpid()))\nsignal.pause()", interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_idle_threads_sleep_unless_the_user_wants_otherwise(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert run("return os.environ['OMP_WAIT_POLICY']")[0] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert run("return os.environ['OMP_WAIT_POLICY']")[0] == "active"
