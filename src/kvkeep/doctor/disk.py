@@ -36,6 +36,8 @@ _TEST_BYTES, _TEST_SHARE = 256 << 20, 16
 _PIECE_BYTES = 4 << 20
 #: Writing stops then, and so does reading.
 _TEST_S = 2.0
+#: Files of the tier are counted for so long.
+_COUNT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +122,11 @@ def _file_system(path: Path) -> Finding:
 def _room(patient: Patient, path: Path, existing: Path) -> Finding:
     usage = shutil.disk_usage(existing)
     budget = patient.settings.disk.size
-    used = _used_bytes(path)
+    used, is_all = _used_bytes(path)
     values = {"free_bytes": usage.free, "budget_bytes": budget, "used_bytes": used}
     text = f"{about_size(usage.free)} free; the tier may use {about_size(budget)}"
     if used:
-        text += f" and uses {about_size(used)}"
+        text += f" and uses {'' if is_all else 'more than '}{about_size(used)}"
     if usage.free + used < budget:
         fitting = format_size((usage.free + used) * 9 // 10 >> 30 << 30)
         if fitting == "0B":
@@ -135,16 +137,21 @@ def _room(patient: Patient, path: Path, existing: Path) -> Finding:
     return Finding("room", text, values=values)
 
 
-def _used_bytes(path: Path) -> int:
-    """What files below ``path`` take; what goes away meanwhile does not count."""
-    total = 0
+def _used_bytes(path: Path) -> tuple[int, bool]:
+    """What files below ``path`` take, as far as that is known soon; and whether that is all.
+
+    What goes away meanwhile does not count.
+    """
+    total, end = 0, time.monotonic() + _COUNT_S
     for folder, _, names in os.walk(path):
+        if time.monotonic() > end:
+            return total, False
         for name in names:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_size
             except OSError:
                 continue
-    return total
+    return total, True
 
 
 def _nearest(path: Path) -> Path:

@@ -146,10 +146,13 @@ def test_a_budget_beyond_what_is_free_is_a_warning_with_one_that_fits(tmp_path):
     )
 
 
-def test_what_the_tier_uses_already_counts_as_its_own(tmp_path):
+def test_what_the_tier_uses_already_counts_as_its_own(tmp_path, monkeypatch):
     (tmp_path / "chunk").write_bytes(bytes(5000))
     found = by_topic(disk.place(patient(disk__path=str(tmp_path))))
     assert found["room"].values["used_bytes"] == 5000
+    monkeypatch.setattr(disk, "_COUNT_S", -1.0)  # a directory that takes too long to count
+    found = by_topic(disk.place(patient(disk__path=str(tmp_path))))
+    assert found["room"].values["used_bytes"] == 0
 
 
 def test_a_file_in_place_of_the_directory_is_an_error(tmp_path):
