@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 
 from kvkeep.bench.measure import Row, pairs, time_row
 from kvkeep.bench.rig import Made, make_engine
+from kvkeep.keys import TOKEN_BYTES, ChunkKey, chain_full_chunks
 from kvkeep.tokens import ChunkedTokenDatabase
 
 NUM_TOKENS = 131_072
 CHUNK = 256
-STEP = CHUNK * 4
+STEP = CHUNK * TOKEN_BYTES
+#: Turns of a chat that ends with NUM_TOKENS tokens.
+CHAT_TURNS = 50
 
 
 def plain_chain(data: bytes) -> bytes:
@@ -33,7 +37,8 @@ def run(repeats: int) -> list[Row]:
         num_chunks=NUM_TOKENS // CHUNK, chunk_size=CHUNK, num_layers=1, page_bytes=64
     ) as made:
         made.fill(ids)
-        return [*_key_rows(made, ids, repeats), *_lookup_rows(made, ids, repeats)]
+        rows = [*_key_rows(made, ids, repeats), *_lookup_rows(made, ids, repeats)]
+        return [*rows, *_chat_rows(made, ids, repeats)]
 
 
 def _key_rows(made: Made, ids: list[int], repeats: int) -> list[Row]:
@@ -98,4 +103,34 @@ def _lookup_rows(made: Made, ids: list[int], repeats: int) -> list[Row]:
             target=1.0,
             extra_ms=1.0,
         ),
+    ]
+
+
+def _chat_rows(made: Made, ids: list[int], repeats: int) -> list[Row]:
+    """A chat whose prompt grows turn by turn: each turn is asked for, each token hashed once."""
+    turns = [ids[: NUM_TOKENS * turn // CHAT_TURNS] for turn in range(1, CHAT_TURNS + 1)]
+
+    def chat() -> None:
+        database = ChunkedTokenDatabase(made.identity)
+        for turn in turns:
+            database.process_tokens(turn)
+
+    def once() -> None:
+        for turn in turns:
+            array("I", turn)
+        plain_chain(array("I", ids).tobytes())
+
+    hashed = [0]
+
+    def counted(parent: bytes, data: bytes, chunk_size: int) -> list[ChunkKey]:
+        hashed[0] += len(data) // STEP * STEP
+        return chain_full_chunks(parent, data, chunk_size)
+
+    with mock.patch("kvkeep.chain_memo.chain_full_chunks", counted):
+        chat()
+    what = f"keys of a chat of {CHAT_TURNS} turns"
+    whole = NUM_TOKENS * TOKEN_BYTES
+    return [
+        time_row(what, pairs(chat, once, repeats=repeats), target=1.3),
+        Row(f"{what}, hashed", hashed[0] / 1e6, whole / 1e6, "MB", hashed[0] / whole, 1.0),
     ]

@@ -40,6 +40,8 @@ from kvkeep.policy.reuse_model import (
 
 #: Chains noted and not put yet, in chunks; the oldest are forgotten.
 _MAX_NOTED = 1 << 16
+#: Names of chunks that went are remembered up to this many, or one turnover of a larger pool.
+_MAX_GONE = 1 << 20
 #: A smaller pool is treated as one of this many chunks.
 _MIN_CHUNKS = 64
 
@@ -158,7 +160,8 @@ class ReusePolicy(CachePolicy[V]):
         if key not in self._num_after:
             self._drop_end(key, chunk)
         self._gone[key] = chunk
-        while len(self._gone) > HORIZON_TURNOVERS * max(len(self._stored), _MIN_CHUNKS):
+        turnover = max(len(self._stored), _MIN_CHUNKS)
+        while len(self._gone) > min(HORIZON_TURNOVERS * turnover, max(_MAX_GONE, turnover)):
             forgotten = self._gone.popitem(last=False)[1]
             age = self._epoch - forgotten.epoch
             self._model.stop_waiting(forgotten.chunk_class, age, used=False)

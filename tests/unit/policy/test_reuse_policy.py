@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvkeep.policy import reuse
 from kvkeep.policy.reuse import ReusePolicy
 from kvkeep.testing.policies import PolicyContract, PolicyRun, make_key
 
@@ -193,3 +194,16 @@ def test_uses_within_a_moment_count_as_one(run):
     for _ in range(50):
         run.hit(199)
     assert run.policy._stored[make_key(199)].uses <= 2
+
+
+def test_the_names_that_are_remembered_are_bounded(monkeypatch):
+    """A large pool remembers one turnover, a small one several, none without end."""
+    monkeypatch.setattr(reuse, "_MAX_GONE", 300)
+    for capacity, remembered in ((30, 300), (500, 500)):
+        policy = ReusePolicy()
+        run = PolicyRun(policy)
+        for number in range(3000):
+            run.put(number)
+            if number >= capacity:
+                run.evict(*run.candidates(1))
+        assert len(policy._gone) == remembered
