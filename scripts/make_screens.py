@@ -113,10 +113,12 @@ def picture(command: list[str], text: str) -> str:
         part = _PART.replace("BACKGROUND", theme.background_color.hex)
         parts += console.export_svg(theme=theme, title="", code_format=part, unique_id=name)
     found = _SIZES.search(parts)
-    width, height, char_height, line_height = found.groups() if found else ("", "", "", "")
+    if found is None:
+        raise ValueError("rich has drawn nothing")
+    width, height, char_height, line_height = map(float, found.groups())
     return _WHOLE.format(
-        width=width,
-        height=height,
+        width=width + 1,  # half a line's width on each side
+        height=height + 1,
         char_height=char_height,
         line_height=line_height,
         parts=_SIZES.sub("", parts),
