@@ -24,10 +24,10 @@ from kvkeep.config.units import DurationSeconds, SizeBytes, SizeBytesOrZero, Thr
 def _sorted_pairs(value: object) -> object:
     """A mapping of texts as pairs sorted by name, the form that CacheIdentity takes."""
     if isinstance(value, tuple):
-        return tuple(sorted(value))
+        return tuple(sorted(value, key=str))
     if not isinstance(value, Mapping):
         raise ValueError("write tags as a mapping of texts, like {team: search}")
-    return tuple(sorted(value.items()))
+    return tuple(sorted(value.items(), key=lambda pair: str(pair[0])))
 
 
 def _node_map(value: object) -> object:
