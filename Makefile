@@ -50,8 +50,8 @@ docs: $(VENV)/.test ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	@echo "site/index.html; with search: python -m http.server --directory site"
 
-bench: $(VENV)/.test $(VENV)/.vllm $(VENV)/.servers ## Speed, as ratios within one run
-	@$(PY) benchmarks/run.py
+bench: $(VENV)/.test $(VENV)/.vllm $(VENV)/.servers ## Speed, as ratios within one run; ONLY=copies for a part
+	@$(PY) benchmarks/run.py --only "$(ONLY)"
 
 clean: ## Remove .venv and all caches
 	@rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

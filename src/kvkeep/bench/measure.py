@@ -133,17 +133,18 @@ def show(rows: Sequence[Row], console: Console) -> None:
     """Print the table in 80 columns."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), width=WIDTH)
     table.add_column("what", ratio=1)
-    for name in ("kvkeep", "limit", "ratio", "target"):
+    for name in ("kvkeep", "limit", "ratio", "target", "met"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         sign = "≥" if row.is_rate else "≤"
-        style = {None: "", True: "green", False: "yellow"}[row.met]
+        met, style = {None: ("", ""), True: ("yes", "green"), False: ("no", "yellow")}[row.met]
         table.add_row(
             row.what,
             f"{row.kvkeep:.2f} {row.unit}",
             f"{row.limit:.2f} {row.unit}",
             Text(f"{row.ratio:.2f}", style=style),
             "" if row.target is None else f"{sign} {row.target:.2f}",
+            Text(met, style=style),
         )
     console.print(table, width=WIDTH)
 
