@@ -15,7 +15,7 @@ Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 FLOAT_CODES = {"float32": 2, "float16": 3, "bfloat16": 4}
 FLOAT_NAMES = {code: name for name, code in FLOAT_CODES.items()}
 #: Elements of one piece.
-PIECE_ELEMENTS = 1 << 16
+PIECE_ELEMENTS = 1 << 18
 
 
 def bits_of(data: npt.NDArray[np.uint8], dtype: str) -> Bits:

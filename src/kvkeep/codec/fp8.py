@@ -18,6 +18,9 @@ N is the number of elements and B that of blocks, N / 32 rounded up; the last bl
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,6 +30,7 @@ from kvkeep.codec.floats import (
     FLOAT_NAMES,
     PIECE_ELEMENTS,
     Bits,
+    Floats,
     bits_of,
     from_float32,
     to_float32,
@@ -44,11 +48,37 @@ _MIN_EXPONENT = 8
 #: Blocks with larger elements are not encoded: what is decoded might not be finite.
 _MAX_FLOAT_EXPONENT = 253
 
-_CODES = np.arange(256, dtype=np.uint16)
-#: Value of each e4m3 code, as float32.
-VALUES = (
-    (((_CODES & 0x7F) << 7) | ((_CODES & 0x80) << 8)).astype(np.uint16).view(np.float16)
-).astype(np.float32) * np.float32(256.0)
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Memory to work in, which is taken once per chunk: fresh memory is slow to touch.
+
+    Attributes:
+        mantissa: bits of an element's mantissa.
+        first: as many unsigned integers as a piece has elements, as wide as they are.
+        second: likewise.
+        flags: as many bools.
+    """
+
+    mantissa: int
+    first: npt.NDArray[Any]
+    second: npt.NDArray[Any]
+    flags: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, dtype: str, num: int) -> _Piece:
+        """For chunks of ``num`` elements. A float16 is worked on as a float32, exactly."""
+        size = min(-(-num // BLOCK) * BLOCK, PIECE_ELEMENTS)
+        wide = np.uint16 if dtype == "bfloat16" else np.uint32
+        parts = np.empty(size, wide), np.empty(size, wide)
+        return cls(7 if dtype == "bfloat16" else 23, *parts, np.empty(size, np.bool_))
+
+    def cut(self, num: int) -> _Piece:
+        """For a shorter piece of ``num`` elements, rounded up to whole blocks."""
+        size = -(-num // BLOCK) * BLOCK
+        return replace(
+            self, first=self.first[:size], second=self.second[:size], flags=self.flags[:size]
+        )
 
 
 class Fp8Codec(Codec):
@@ -86,10 +116,16 @@ class Fp8Codec(Codec):
         encoded[:HEADER_BYTES] = (FLOAT_CODES[dtype], BLOCK_LOG, 0, 0, 0, 0, 0, 0)
         exponents = encoded[HEADER_BYTES : HEADER_BYTES + num_blocks]
         codes = encoded[HEADER_BYTES + num_blocks :]
+        work = _Piece.of(dtype, len(bits))
         for start in range(0, len(bits), PIECE_ELEMENTS):
             piece = slice(start, start + PIECE_ELEMENTS)
             blocks = slice(start // BLOCK, (start + PIECE_ELEMENTS) // BLOCK)
-            if not _encode_piece(bits[piece], dtype, exponents[blocks], codes[piece]):
+            words = (
+                to_float32(bits[piece], dtype).view(np.uint32)
+                if dtype == "float16"
+                else bits[piece]
+            )
+            if not _encode_piece(words, work.cut(len(words)), exponents[blocks], codes[piece]):
                 return None
         return encoded.data
 
@@ -110,55 +146,83 @@ class Fp8Codec(Codec):
             raise CodecError(f"no fp8 payload for {num} elements")
         exponents = source[HEADER_BYTES : HEADER_BYTES + num_blocks]
         codes, bits = source[HEADER_BYTES + num_blocks :], bits_of(target, dtype)
+        work = _Piece.of(dtype, num)
         for start in range(0, num, PIECE_ELEMENTS):
             piece = slice(start, start + PIECE_ELEMENTS)
             blocks = slice(start // BLOCK, (start + PIECE_ELEMENTS) // BLOCK)
-            _decode_piece(exponents[blocks], codes[piece], dtype, bits[piece])
+            count = len(codes[piece])
+            words = _decode_piece(exponents[blocks], codes[piece], work.cut(count))[:count]
+            if dtype == "float16":
+                from_float32(words.view(np.float32), dtype, bits[piece])
+            else:
+                np.copyto(bits[piece], words)
 
 
-def _encode_piece(bits: Bits, dtype: str, exponents: Bytes, codes: Bytes) -> bool:
+def _encode_piece(bits: Bits, work: _Piece, exponents: Bytes, codes: Bytes) -> bool:
     """Encode whole blocks, the last of which may be short; False if a value is too large for it."""
-    num = len(bits)
-    if dtype == "float16":
-        bits = to_float32(bits, dtype).view(np.uint32)
-        dtype = "float32"
-    if num % BLOCK:
-        bits = np.concatenate([bits, np.zeros(-num % BLOCK, bits.dtype)])
-    mantissa, signed = (23, np.int32) if dtype == "float32" else (7, np.int16)
-    unit = bits.dtype.type  # numpy keeps to the width of the elements
-    magnitudes = bits & unit(~(1 << (8 * bits.itemsize - 1)) & ((1 << (8 * bits.itemsize)) - 1))
-    largest = np.ascontiguousarray(magnitudes.reshape(-1, BLOCK).T).max(axis=0).astype(np.int64)
+    num, mantissa, drop = len(bits), work.mantissa, work.mantissa - 3
+    unit, signed = bits.dtype.type, np.int16 if bits.itemsize == 2 else np.int32
+    width = 8 * bits.itemsize
+    magnitudes, other = work.first, work.second
+    magnitudes[num:] = 0
+    np.bitwise_and(bits, unit((1 << (width - 1)) - 1), out=magnitudes[:num])
+    np.copyto(other.reshape(BLOCK, -1), magnitudes.reshape(-1, BLOCK).T)
+    largest = other.reshape(BLOCK, -1).max(axis=0).astype(np.int64)
     if int(largest.max(initial=0)) >> mantissa > _MAX_FLOAT_EXPONENT:
         return False
     # The power of two 2^(E - 127) with which the largest element is at most 448 = 1.75 * 2^8.
     shared = ((largest + (1 << (mantissa - 2)) - 1) >> mantissa) - 8
     np.clip(shared, _MIN_EXPONENT, None, out=shared)
     exponents[:] = shared
-    shift = ((7 - shared) << mantissa).astype(signed)
-    scaled = magnitudes.view(signed).reshape(-1, BLOCK) + shift[:, None]
-    scaled = scaled.reshape(-1)  # e4m3 numbers with too many bits of mantissa, where normal
-    drop = mantissa - 3
-    small = np.flatnonzero(scaled < signed(1 << mantissa))
-    scaled += ((scaled >> signed(drop)) & signed(1)) + signed((1 << (drop - 1)) - 1)
+    # Numbers in the form of e4m3, but with all bits of their mantissa, where that is normal.
+    scaled: npt.NDArray[Any] = magnitudes.view(signed)
+    rounding: npt.NDArray[Any] = other.view(signed)
+    shifted: npt.NDArray[Any] = scaled.reshape(-1, BLOCK)
+    shifted += ((7 - shared) << mantissa).astype(signed)[:, None]
+    np.less(scaled, signed(1 << mantissa), out=work.flags)
+    small = np.flatnonzero(work.flags[:num])
+    np.right_shift(scaled, signed(drop), out=rounding)
+    rounding &= signed(1)
+    scaled += rounding
+    scaled += signed((1 << (drop - 1)) - 1)
     scaled >>= signed(drop)
     if len(small):
-        floats = np.abs(to_float32(bits[small], dtype))
+        floats = np.abs(_float32(bits[small]))
         steps = np.ldexp(floats, 136 - shared[small // BLOCK])  # in units of the smallest, 2^-9
         scaled[small] = np.rint(steps).astype(signed)
-    signs = (bits >> unit(8 * bits.itemsize - 8)) & unit(0x80)
-    np.copyto(codes, (scaled.view(bits.dtype) | signs)[:num], casting="unsafe")
+    signs = other[:num]
+    np.right_shift(bits, unit(width - 8), out=signs)
+    signs &= unit(0x80)
+    signs |= magnitudes[:num]
+    np.copyto(codes, signs, casting="unsafe")
     return True
 
 
-def _decode_piece(exponents: Bytes, codes: Bytes, dtype: str, out: Bits) -> None:
-    """Decode whole blocks, the last of which may be short."""
-    if int((codes & np.uint8(0x7F)).max(initial=0)) == 0x7F:
+def _decode_piece(exponents: Bytes, codes: Bytes, work: _Piece) -> Bits:
+    """The bit patterns of whole blocks, the last of which may be short; they lie in ``work``."""
+    num, mantissa, drop = len(codes), work.mantissa, work.mantissa - 3
+    words, signs = work.first, work.second
+    unit, signed = words.dtype.type, np.int16 if words.itemsize == 2 else np.int32
+    words[num:] = 0
+    np.bitwise_and(codes, np.uint8(0x7F), out=words[:num], casting="unsafe")
+    if int(words.max(initial=0)) == 0x7F:
         raise CodecError("an fp8 payload has a number that is none")
-    num = len(codes)
-    values = np.empty(len(exponents) * BLOCK, np.float32)
-    VALUES.take(codes, out=values[:num], mode="clip")
-    scales = (exponents.astype(np.uint32) << np.uint32(23)).view(np.float32)
-    with np.errstate(all="ignore"):  # a hostile payload may well overflow
-        blocks = values.reshape(-1, BLOCK)
-        blocks *= scales[:, None]
-        from_float32(values[:num], dtype, out)
+    np.less(words, unit(8), out=work.flags)  # zeros, and numbers that are not normal
+    small = np.flatnonzero(work.flags[:num])
+    words <<= unit(drop)
+    shift = (exponents.astype(np.int64) - 7) << mantissa
+    shifted: npt.NDArray[Any] = words.view(signed).reshape(-1, BLOCK)
+    shifted += shift.astype(signed)[:, None]
+    if len(small):
+        steps = (codes[small] & np.uint8(7)).astype(np.float32)
+        floats = np.ldexp(steps, exponents[small // BLOCK].astype(np.int32) - 136)
+        words[small] = floats.view(np.uint32) >> np.uint32(23 - mantissa)
+    np.bitwise_and(codes, np.uint8(0x80), out=signs[:num], casting="unsafe")
+    signs[:num] <<= unit(8 * words.itemsize - 8)
+    words[:num] |= signs[:num]
+    return words
+
+
+def _float32(bits: Bits) -> Floats:
+    """Elements as float32: those of 16 bits are bfloat16."""
+    return to_float32(bits, "bfloat16" if bits.itemsize == 2 else "float32")
