@@ -9,7 +9,7 @@ import pytest
 
 from kvkeep.backends.io.breaker import Breaker
 from kvkeep.backends.remote.base import HEADER_BYTES
-from kvkeep.backends.remote.calls import StoreCalls
+from kvkeep.backends.remote.calls import FAIR_S, StoreCalls
 from kvkeep.backends.remote.known import KnownChunks
 from kvkeep.backends.remote.load import ChunkLoad, LoadRules
 from kvkeep.backends.remote.reports import RemoteReports
@@ -364,6 +364,17 @@ def test_no_call_is_made_without_time(calls, connector):
             calls.ping(time.monotonic() - 1, breaker)
     assert connector.calls["ping"] == 0
     assert not breaker.is_open
+
+
+@pytest.mark.parametrize("seconds", [FAIR_S / 10, 20.0])
+def test_only_a_store_that_had_time_is_to_blame_for_a_timeout(calls, connector, seconds):
+    """Calls that waited for a thread until their time was nearly over open no breaker."""
+    breaker = Breaker()
+    for _ in range(3):
+        connector.before = fail(broken(BackendTimeoutError))
+        with pytest.raises(BackendTimeoutError):
+            calls.ping(time.monotonic() + seconds, breaker)
+    assert breaker.is_open == (seconds > FAIR_S)
 
 
 def test_the_causes_of_failures_are_the_clients(calls, connector, metrics):
