@@ -204,7 +204,8 @@ def main(
             sample = model(ids[:, : 4 * CHUNK], use_cache=True).past_key_values
             rates = measure_rates(chunks_of(sample, 4 * CHUNK), repeats)
             print(
-                f"\n| {dtype} | size | encode | decode | two threads | |\n|---|--:|--:|--:|--:|--:|"
+                f"\n| {dtype} | size | encode | decode | two threads: encode | decode |\n"
+                "|---|--:|--:|--:|--:|--:|"
             )
             for row in rates:
                 print(
