@@ -278,6 +278,8 @@ _READERS: dict[str, Callable[[Translation, Mapping[str, object]], None]] = {
     "max_local_disk_size": _disk_size,
     "save_decode_cache": _same_flag("save_decode_cache", "store_decode"),
     "save_unfull_chunk": _same_flag("save_unfull_chunk", "save_unfull_chunk"),
+    "save_only_first_rank": _same_flag("save_only_first_rank", "ranks.save_only_first_rank"),
+    "enable_async_loading": _same_flag("enable_async_loading", "prefetch.enabled"),
     "cache_policy": _policy,
     "numa_mode": _numa,
     "lookup_timeout_ms": _lookup_timeout,
@@ -317,8 +319,8 @@ _GROUPS = {
     ("pd_", "enable_pd"): "there is no split into prefill and decode engines",
     ("nixl_", "enable_nixl"): "there is no NIXL tier",
     ("gds_", "cufile_"): "there is no GPUDirect Storage tier; disk.path is read through memory",
-    ("internal_api_",): "there is no HTTP server",
-    ("histogram_bucket_",): "the metrics have no histograms",
+    ("internal_api_",): "there is no HTTP server but that of metrics.listen",
+    ("histogram_bucket_",): "the buckets of the histograms are fixed; see docs/metrics.md",
 }
 
 

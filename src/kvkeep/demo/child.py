@@ -28,7 +28,8 @@ SILENCE_TIMEOUT_S = 1800.0
 #: How long a process may take to end once it has answered, or was told to end.
 END_TIMEOUT_S = 60.0
 #: Threads of torch that have nothing to do sleep, where they would spin. On a machine that others
-#: use, too, spinning takes the time from the threads that work: a demo of 178 s took 68 s.
+#: use, too, spinning takes the time from the threads that work: a demo that took 124 to 140 seconds
+#: of processor time, and 136 to 178 in all, took 59 to 63, and 68 to 116 in all.
 WAIT_ASLEEP = {"OMP_WAIT_POLICY": "passive"}
 #: Bytes of what a failed process printed that are shown.
 TAIL_BYTES = 2_000

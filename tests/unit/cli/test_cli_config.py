@@ -87,11 +87,11 @@ def test_import_prints_yaml_that_kvkeep_reads(run, tmp_path):
 
 def test_import_says_what_has_no_counterpart_and_ends_with_1(run, tmp_path):
     path = tmp_path / "lmcache.yaml"
-    path.write_text("chunk_size: 128\nremote_url: 'redis://h:1'\n")
+    path.write_text("chunk_size: 128\nenable_p2p: true\n")
     done = run("import", path)
     assert done.exit_code == 1
     assert yaml.safe_load(done.stdout) == {"chunk_size": 128}
-    assert "remote_url: there is no remote tier" in done.stderr
+    assert "enable_p2p: KV is not sent from engine to engine" in done.stderr
     as_json = run("import", path, "--json")
     values = json.loads(as_json.stdout)
     assert as_json.exit_code == 1
