@@ -46,8 +46,12 @@ MAX_STRING_BYTES = 512 << 20
 _SMALL_WINDOW, _LEAST_WINDOW, _MOST_WINDOW = 1000, 2, 64
 #: Values that were asked for and not read are about so large together: the server keeps them.
 _WINDOW_BYTES = 4 << 20
+#: A name that no value has.
+_PROBE = "kvkeep-v1"
 #: Errors that say: this name is another server's now.
 _ELSEWHERE = frozenset({"MOVED", "ASK", "TRYAGAIN"})
+#: Errors after which a server is alive and lets us ask.
+_ALIVE = _ELSEWHERE | {"WRONGTYPE"}
 #: Errors of the server as a whole.
 _SERVER_ERRORS: dict[str, type[RedisError]] = {
     "LOADING": BusyLoadingError,
@@ -217,14 +221,17 @@ class RedisConnector(RemoteConnector):
                 yield name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
 
     def ping(self, timeout_s: float) -> None:
-        """See the interface. Every server that holds values must answer."""
+        """See the interface. Every server that holds values must answer a question for one.
+
+        A cluster in which a slot is served by nobody answers PING, and no such question.
+        """
         deadline = time.monotonic() + timeout_s
         with self._as_store_errors("ping"):
             for pool in self._servers.pools():
                 with _borrowed(pool, deadline) as wire:
-                    wire.send([command("PING")], 1)
+                    wire.send([command("STRLEN", _PROBE)], 1)
                     reply = wire.read_reply()
-                if isinstance(reply, ErrorReply):
+                if isinstance(reply, ErrorReply) and reply.code not in _ALIVE:
                     raise _error_of(reply)
 
     def close(self) -> None:
