@@ -65,9 +65,9 @@ class DenseTransfer:
         self._moves: list[tuple[list[host.Move], host.ByteArray]] = []
         self._places: list[_Place] = []
         if self._host is None:
-            heads = tuple(layers[0][0].shape[1:])
+            first = layers[0][0]
             self._places = [
-                _place(obj, found, heads) for obj, found in zip(objs, slots, strict=True)
+                _place(obj, found, first) for obj, found in zip(objs, slots, strict=True)
             ]
             return
         content = self._host[0][0].shape[1:]
@@ -81,7 +81,10 @@ class DenseTransfer:
         return len(self._moves) + len(self._places)
 
     def copy(self, layers: range, chunks: range) -> None:
-        """Copy some layers of some chunks."""
+        """Copy some layers of some chunks; complete on return.
+
+        On CUDA in the order of the caller's stream, which is waited for once at the end.
+        """
         if self._host is not None:
             copy = host.scatter if self._to_engine else host.gather
             some = self._moves[chunks.start : chunks.stop]
@@ -95,6 +98,9 @@ class DenseTransfer:
             for layer in layers:
                 for place in self._places[chunks.start : chunks.stop]:
                     move(self._layers[layer], place, layer)
+            device = self._layers[0][0].device
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
 
 def as_bytes(layers: Layers) -> HostLayers | None:
@@ -111,24 +117,25 @@ def as_bytes(layers: Layers) -> HostLayers | None:
     return result
 
 
-def _place(obj: MemoryObj, slots: Int64Array, heads: tuple[int, ...]) -> _Place:
+def _place(obj: MemoryObj, slots: Int64Array, like: torch.Tensor) -> _Place:
     kept = np.flatnonzero(slots >= 0)
     rows = None if len(kept) == len(slots) else torch.from_numpy(kept)
     chunk = obj.tensor
-    return _Place(chunk.view(*chunk.shape[:-1], *heads), rows, _as_index(slots[kept]))
+    index = _as_index(slots[kept], like.device)
+    return _Place(chunk.view(*chunk.shape[:-1], *like.shape[1:]), rows, index)
 
 
-def _as_index(slots: Int64Array) -> torch.Tensor | slice:
-    """A slice where slots are neighbours, else their numbers."""
+def _as_index(slots: Int64Array, device: torch.device) -> torch.Tensor | slice:
+    """A slice where slots are neighbours, else their numbers on the device."""
     if len(slots) and bool((np.diff(slots) == 1).all()):
         return slice(int(slots[0]), int(slots[-1]) + 1)
-    return torch.from_numpy(slots)
+    return torch.from_numpy(slots).to(device)
 
 
 def _copy_out(tensors: tuple[torch.Tensor, ...], place: _Place, layer: int) -> None:
     """Copy one layer of a chunk out of the engine."""
     for part, tensor in enumerate(tensors):
-        place.chunk[part, layer].copy_(tensor[_on(place.slots, tensor)])
+        place.chunk[part, layer].copy_(tensor[place.slots], non_blocking=True)
 
 
 def _copy_in(tensors: tuple[torch.Tensor, ...], place: _Place, layer: int) -> None:
@@ -137,12 +144,7 @@ def _copy_in(tensors: tuple[torch.Tensor, ...], place: _Place, layer: int) -> No
         source = place.chunk[part, layer]
         if place.rows is not None:
             source = source[place.rows]
-        index = _on(place.slots, tensor)
-        if isinstance(index, slice):
-            tensor[index].copy_(source)
+        if isinstance(place.slots, slice):
+            tensor[place.slots].copy_(source, non_blocking=True)
         else:
-            tensor.index_copy_(0, index, source.to(tensor.device))
-
-
-def _on(index: torch.Tensor | slice, tensor: torch.Tensor) -> torch.Tensor | slice:
-    return index if isinstance(index, slice) else index.to(tensor.device)
+            tensor.index_copy_(0, place.slots, source.to(tensor.device, non_blocking=True))

@@ -3,6 +3,8 @@
 On CUDA: pages are gathered into a staging buffer on the device and leave it in large pieces, on a
 stream of their own that waits for the caller's stream; the end is an event, never the whole device.
 The pool is pinned where CUDA is (``memory/pinned.py``), so the pieces are asynchronous transfers.
+Page numbers travel to the device once per transfer, and the host waits once, after its last piece:
+a batch uses the staging buffer after the batch before it, by the order of the stream.
 On other devices the same calls run in order. Callable from any thread; a lock keeps the staging
 buffer to one caller.
 """
@@ -10,7 +12,7 @@ buffer to one caller.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,10 +20,25 @@ import numpy as np
 import torch
 
 from kvkeep.gpu.host import ByteArray
-from kvkeep.gpu.slots import Segment
+from kvkeep.gpu.slots import Int64Array, Segment
 
 #: Bytes of the staging buffer on the device, unless a page is larger.
 STAGING_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Consecutive rows of the staging buffer, and the pages of a chunk that they are.
+
+    Attributes:
+        chunk: number of the chunk.
+        first: its first page.
+        count: how many.
+    """
+
+    chunk: int
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +47,19 @@ class _Batch:
 
     Attributes:
         index: rows of the pages, int64 on the device.
-        pieces: where consecutive rows of the buffer belong: uint8 [pages, page bytes] each, parts
-            of chunks.
+        pieces: where consecutive rows of the buffer belong.
     """
 
     index: torch.Tensor
-    pieces: list[ByteArray]
+    pieces: list[_Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """One transfer: the same pages in every layer. Made by :meth:`DeviceCopier.plan`."""
+
+    batches: list[_Batch]
+    chunks: Sequence[ByteArray]
 
 
 class DeviceCopier:
@@ -60,51 +84,81 @@ class DeviceCopier:
         """The stream on which the calling thread's KV is written or read; None without CUDA."""
         return torch.cuda.current_stream(self.device) if self._stream is not None else None
 
-    def gather(
-        self,
-        rows: torch.Tensor,
-        step: int,
-        parts: Sequence[tuple[list[Segment], ByteArray]],
-        after: torch.cuda.Stream | None,
-    ) -> None:
-        """Copy pages of one layer into their parts of chunks; complete on return.
+    def plan(
+        self, segments: Sequence[list[Segment]], chunks: Sequence[ByteArray], step: int
+    ) -> CopyPlan:
+        """Cut a transfer into batches that fit the staging buffer.
 
         Args:
-            rows: uint8 [rows, page bytes] on the device.
-            step: rows from a page to the next one.
-            parts: (which pages, uint8 [pages, page bytes] of the chunk) per chunk.
+            segments: which pages of the engine go where, per chunk.
+            chunks: uint8 [layers, pages, page bytes] each, all of one page size.
+            step: rows of the engine from a page to the next one.
+        """
+        if not chunks:
+            return CopyPlan([], chunks)
+        capacity = max(1, self._staging_bytes // chunks[0].shape[2])
+        cut: list[tuple[list[Int64Array], list[_Piece]]] = []
+        room = 0
+        for number, some in enumerate(segments):
+            for segment in some:
+                taken = 0
+                while taken < len(segment.pages):
+                    if room == 0:
+                        cut.append(([], []))
+                        room = capacity
+                    count = min(room, len(segment.pages) - taken)
+                    pages, pieces = cut[-1]
+                    pages.append(segment.pages[taken : taken + count] * step)
+                    pieces.append(_Piece(number, segment.row + taken, count))
+                    taken += count
+                    room -= count
+        batches = [
+            _Batch(torch.from_numpy(np.concatenate(pages)).to(self.device), pieces)
+            for pages, pieces in cut
+        ]
+        return CopyPlan(batches, chunks)
+
+    def gather(
+        self,
+        rows: Sequence[torch.Tensor],
+        layers: range,
+        plan: CopyPlan,
+        after: torch.cuda.Stream | None,
+    ) -> None:
+        """Copy the pages of some layers into their chunks; complete on return.
+
+        Args:
+            rows: uint8 [rows, page bytes] on the device, per layer of the engine.
+            layers: which of them.
+            plan: what goes where.
             after: what this stream has been given so far comes first.
         """
         # inference mode: the staging buffer serves callers in and out of it
         with self._lock, torch.inference_mode(), self._on_stream(after):
-            for batch in self._batches(rows, step, parts):
-                staging = self._staging_rows(len(batch.index), rows.shape[1])
-                torch.index_select(_wide(rows), 0, batch.index, out=_wide(staging))
-                first = 0
-                for piece in batch.pieces:
-                    source = staging[first : first + len(piece)]
-                    torch.from_numpy(piece).copy_(source, non_blocking=True)
-                    first += len(piece)
+            for layer in layers:
+                for batch in plan.batches:
+                    staging = self._staging_rows(len(batch.index), rows[layer].shape[1])
+                    torch.index_select(_wide(rows[layer]), 0, batch.index, out=_wide(staging))
+                    for target, source in _pairs(plan, batch, layer, staging):
+                        target.copy_(source, non_blocking=True)
             self._finish()
 
     def scatter(
         self,
-        rows: torch.Tensor,
-        step: int,
-        parts: Sequence[tuple[list[Segment], ByteArray]],
+        rows: Sequence[torch.Tensor],
+        layers: range,
+        plan: CopyPlan,
         after: torch.cuda.Stream | None,
     ) -> None:
-        """Copy parts of chunks into pages of one layer; the arguments of :meth:`gather`."""
+        """Copy some layers of chunks into their pages; the arguments of :meth:`gather`."""
         # inference mode: the staging buffer serves callers in and out of it
         with self._lock, torch.inference_mode(), self._on_stream(after):
-            for batch in self._batches(rows, step, parts):
-                staging = self._staging_rows(len(batch.index), rows.shape[1])
-                first = 0
-                for piece in batch.pieces:
-                    target = staging[first : first + len(piece)]
-                    target.copy_(torch.from_numpy(piece), non_blocking=True)
-                    first += len(piece)
-                _wide(rows).index_copy_(0, batch.index, _wide(staging))
+            for layer in layers:
+                for batch in plan.batches:
+                    staging = self._staging_rows(len(batch.index), rows[layer].shape[1])
+                    for source, target in _pairs(plan, batch, layer, staging):
+                        target.copy_(source, non_blocking=True)
+                    _wide(rows[layer]).index_copy_(0, batch.index, _wide(staging))
             self._finish()
 
     def _on_stream(
@@ -128,38 +182,18 @@ class DeviceCopier:
             self._staging = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._staging[: count * page_bytes].view(count, page_bytes)
 
-    def _batches(
-        self, rows: torch.Tensor, step: int, parts: Sequence[tuple[list[Segment], ByteArray]]
-    ) -> Iterator[_Batch]:
-        """Cut the segments into batches that fit the staging buffer."""
-        capacity = max(1, self._staging_bytes // rows.shape[1])
-        pages: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] = []
-        pieces: list[ByteArray] = []
-        room = capacity
-        for segments, chunk in parts:
-            for segment in segments:
-                taken = 0
-                while taken < len(segment.pages):
-                    count = min(room, len(segment.pages) - taken)
-                    first = segment.row + taken
-                    pages.append(segment.pages[taken : taken + count])
-                    pieces.append(chunk[first : first + count])
-                    taken += count
-                    room -= count
-                    if room == 0:
-                        yield self._batch(pages, pieces, step)
-                        pages, pieces, room = [], [], capacity
-        if pieces:
-            yield self._batch(pages, pieces, step)
 
-    def _batch(
-        self,
-        pages: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]],
-        pieces: list[ByteArray],
-        step: int,
-    ) -> _Batch:
-        index = torch.from_numpy(np.concatenate(pages) * step)
-        return _Batch(index.to(self.device), pieces)
+def _pairs(
+    plan: CopyPlan, batch: _Batch, layer: int, staging: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(part of a chunk, rows of the staging buffer) of each piece."""
+    pairs = []
+    row = 0
+    for piece in batch.pieces:
+        part = plan.chunks[piece.chunk][layer, piece.first : piece.first + piece.count]
+        pairs.append((torch.from_numpy(part), staging[row : row + piece.count]))
+        row += piece.count
+    return pairs
 
 
 def _wide(rows: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,11 @@ import torch
 from kvkeep.errors import LayoutError
 from kvkeep.gpu import host
 from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
-from kvkeep.gpu.device import DeviceCopier
+from kvkeep.gpu.device import CopyPlan, DeviceCopier
 from kvkeep.gpu.selftest import run_self_test
 from kvkeep.gpu.slots import (
     Int64Array,
     PageRules,
-    Segment,
     chunk_pages,
     segments_of,
     slots_as_array,
@@ -46,30 +45,41 @@ class _Pages:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One call: which pages of which caches belong to which part of which chunk."""
+    """One call: which pages of which caches belong to which part of which chunk.
+
+    Attributes:
+        pages: the caches.
+        moves: what numpy copies, per chunk: uint8 [layers, pages, page bytes] each.
+        plan: what the device copies; None where the caches are on the CPU.
+        stream: the caller's.
+        to_engine: the direction.
+    """
 
     pages: _Pages
-    parts: list[tuple[list[Segment], host.ByteArray]]  # uint8 [layers, pages, page bytes] each
-    moves: list[tuple[list[host.Move], host.ByteArray]]  # the same where caches are on the CPU
+    moves: list[tuple[list[host.Move], host.ByteArray]]
+    plan: CopyPlan | None
     stream: torch.cuda.Stream | None
     to_engine: bool
 
+    def parts(self, threads: CopyThreads) -> list[range]:
+        """The chunks in as many parts as may be copied at once."""
+        if self.plan is not None:
+            return [range(len(self.plan.chunks))]  # the device copies one thing after the other
+        return threads.split(len(self.moves))
+
     def copy(self, layers: range, chunks: range) -> None:
-        """Copy some layers of some chunks."""
-        if self.pages.copier is None:
-            copy = host.scatter if self.to_engine else host.gather
-            moves = self.moves[chunks.start : chunks.stop]
-            for layer in layers:
-                rows = self.pages.arrays[layer]
-                for some, chunk in moves:
-                    copy(rows, some, chunk[layer])
+        """Copy some layers of some chunks; all of them where the device copies."""
+        copier = self.pages.copier
+        if copier is not None and self.plan is not None:
+            move = copier.scatter if self.to_engine else copier.gather
+            move(self.pages.views.rows, layers, self.plan, self.stream)
             return
-        views, copier = self.pages.views, self.pages.copier
-        move = copier.scatter if self.to_engine else copier.gather
+        copy = host.scatter if self.to_engine else host.gather
+        moves = self.moves[chunks.start : chunks.stop]
         for layer in layers:
-            parts = self.parts[chunks.start : chunks.stop]
-            here = [(segments, chunk[layer]) for segments, chunk in parts]
-            move(views.rows[layer], views.step, here, self.stream)
+            rows = self.pages.arrays[layer]
+            for some, chunk in moves:
+                copy(rows, some, chunk[layer])
 
 
 class PagedGPUConnector(GPUConnectorInterface):
@@ -247,23 +257,25 @@ class PagedGPUConnector(GPUConnectorInterface):
     ) -> _Transfer:
         group = self.layout.groups[0]
         layer_first = (group.num_layers, -1, group.layer_page_bytes)
-        parts: list[tuple[list[Segment], host.ByteArray]] = []
+        chunks: list[host.ByteArray] = []
         for obj, numbers in zip(memory_objs, places, strict=True):
             chunk = obj.array.reshape(layer_first)
             if chunk.shape[1] != len(numbers):
                 raise ValueError(f"{len(numbers)} pages do not fill an object of {chunk.shape[1]}")
-            parts.append((segments_of(numbers), chunk))
-        if pages.copier is not None:
-            return _Transfer(pages, parts, [], pages.copier.caller_stream(), to_engine)
-        step = pages.views.step
-        moves = [(host.moves_of(segments, step), chunk) for segments, chunk in parts]
-        return _Transfer(pages, parts, moves, None, to_engine)
+            chunks.append(chunk)
+        segments = [segments_of(numbers) for numbers in places]
+        step, copier = pages.views.step, pages.copier
+        if copier is not None:
+            plan = copier.plan(segments, chunks, step)
+            return _Transfer(pages, [], plan, copier.caller_stream(), to_engine)
+        moves = [host.moves_of(some, step) for some in segments]
+        return _Transfer(pages, list(zip(moves, chunks, strict=True)), None, None, to_engine)
 
     def _copy_all(self, transfer: _Transfer) -> None:
-        chunks = range(len(transfer.parts))
+        chunks = range(len(transfer.moves))
         layers = self._threads.split(self.layout.num_layers)
-        if transfer.pages.copier is not None:
-            layers = [range(self.layout.num_layers)]  # the device copies one thing after the other
+        if transfer.plan is not None:
+            layers = [range(self.layout.num_layers)]  # all in one: the host waits once
         self._threads.run([_job(transfer, part, chunks) for part in layers])
 
     def _copy_layers(self, transfer: _Transfer) -> Generator[None, None, None]:
@@ -274,7 +286,7 @@ class PagedGPUConnector(GPUConnectorInterface):
     def _layer_jobs(self, transfer: _Transfer, layer: int) -> list[Job]:
         """One layer in as many jobs as there are threads."""
         one = range(layer, layer + 1)
-        return [_job(transfer, one, part) for part in self._threads.split(len(transfer.parts))]
+        return [_job(transfer, one, part) for part in transfer.parts(self._threads)]
 
 
 def _job(transfer: _Transfer, layers: range, chunks: range) -> Job:

@@ -198,16 +198,19 @@ def test_any_dtype_and_physical_order(kind: str, use_torch: bool, make_chunks) -
 
 def test_chunks_larger_than_the_staging_buffer() -> None:
     copier = DeviceCopier(torch.device("cpu"), staging_bytes=3 * 16)
-    rows = torch.arange(20 * 16).remainder(251).to(torch.uint8).reshape(20, 16)
+    layers = [torch.randint(0, 251, (20, 16), dtype=torch.uint8) for _ in range(2)]
     pages = np.array([19, 3, 4, 5, 0, 7, 11, 2])
-    chunks = [np.zeros((5, 16), np.uint8), np.zeros((3, 16), np.uint8)]
-    parts = [(segments_of(pages[:5]), chunks[0]), (segments_of(pages[5:]), chunks[1])]
-    copier.gather(rows, 1, parts, None)
-    assert (np.concatenate(chunks) == rows.numpy()[pages]).all()
-    copy = torch.zeros_like(rows)
-    copier.scatter(copy, 1, parts, None)
-    assert torch.equal(copy[pages], rows[pages])
-    assert not copy[[1, 6, 8]].any()
+    chunks = [np.zeros((2, 5, 16), np.uint8), np.zeros((2, 3, 16), np.uint8)]
+    plan = copier.plan([segments_of(pages[:5]), segments_of(pages[5:])], chunks, 1)
+    assert [len(batch.index) for batch in plan.batches] == [3, 3, 2]
+    copier.gather(layers, range(2), plan, None)
+    for layer, rows in enumerate(layers):
+        assert (np.concatenate([chunk[layer] for chunk in chunks]) == rows.numpy()[pages]).all()
+    copies = [torch.zeros_like(rows) for rows in layers]
+    copier.scatter(copies, range(1, 2), plan, None)
+    assert not copies[0].any()
+    assert torch.equal(copies[1][pages], layers[1][pages])
+    assert not copies[1][[1, 6, 8]].any()
 
 
 @pytest.mark.parametrize(
