@@ -205,6 +205,44 @@ def test_pages_of_an_engine(tmp_path):
         assert all(model.right_pages(tokens, pages))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pages_of_floats_survive_a_restart_as_fp8(tmp_path, dtype):
+    """Their order is unknown, their elements are those of the registered caches."""
+    page_bytes = 16 * 64 * dtype.itemsize
+    layout = KVLayout(
+        MemoryFormat.OPAQUE_PAGES,
+        "uint8",
+        16,
+        (GroupLayout("full", 3, page_bytes),),
+        0,
+        0,
+        engine="test",
+    )
+    values = torch.randn(3, 8, 16 * 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    caches = list(values.clone())
+    tokens, slots = list(range(128)), torch.arange(128)
+    extra = {"chunk_size": 32, "cpu.size": "4MiB", "disk.path": str(tmp_path), "disk.codec": "fp8"}
+
+    def create():
+        connector = PagedGPUConnector(layout)
+        connector.register_kv_caches(caches)
+        identity = CacheIdentity("m", "1", layout, chunk_size=32)
+        return CacheManager.create(load_settings(env={}, extra=extra), identity, connector)
+
+    with create() as manager:
+        manager.engine.store(tokens, kvcaches=None, slot_mapping=slots)
+        assert manager.storage.storage_backends[DISK].flush(20)
+    for cache in caches:
+        cache.zero_()
+    with create() as manager:
+        assert manager.engine.retrieve(tokens, kvcaches=None, slot_mapping=slots).all()
+    found = torch.stack(caches).float()
+    assert found.abs().max() > 1
+    assert bool(((found - values.float()).abs() <= values.float().abs() / 16 + 1e-4).all())
+    sizes = [path.stat().st_size for path in chunk_files(tmp_path)]
+    assert max(sizes) < 0.53 * 2 / dtype.itemsize * 3 * 2 * page_bytes + HEADER_BYTES
+
+
 def test_the_name_of_the_tag_is_taken(tmp_path):
     with pytest.raises(IdentityError, match="unique"):
         settings = load_settings(

@@ -176,12 +176,7 @@ class CostRule:
         now = self._clock()
         with self._lock:
             known = self._tiers.setdefault(tier, _Tier())
-            admitted = pays(
-                known.observed.line(),
-                self._prefill.unit_s(),
-                num_chunks,
-                self._options.chunk_tokens,
-            )
+            admitted = self._pays_locked(known, num_chunks)
             if not admitted and now - known.asked_at >= self._options.retry_s:
                 admitted = known.on_trial = True
             if admitted:
@@ -189,6 +184,22 @@ class CostRule:
         if not admitted:
             self._metrics.tier_skipped(tier, TOO_SLOW, num_chunks * self._options.chunk_tokens)
         return admitted
+
+    def is_slow(self, tier: str, num_chunks: int) -> bool:
+        """Whether lookups for so many chunks leave the tier out at present."""
+        with self._lock:
+            known = self._tiers.get(tier)
+            if known is None or not self._options.enabled or num_chunks < 1:
+                return False
+            return not self._pays_locked(known, num_chunks)
+
+    def _pays_locked(self, known: _Tier, num_chunks: int) -> bool:
+        return pays(
+            known.observed.line(),
+            self._prefill.unit_s(),
+            num_chunks,
+            self._options.chunk_tokens,
+        )
 
     def note_load(self, tier: str, num_chunks: int, seconds: float) -> None:
         """A tier was asked, and ``num_chunks`` chunks have come from it after ``seconds``.

@@ -149,7 +149,10 @@ class StorageManager(PoolAccess, TierControl):
         return runs[-1].end if runs else 0
 
     def known_run(self, keys: Sequence[ChunkKey]) -> int:
-        """Length of the run of chunks that are known to be somewhere; asks no slow medium."""
+        """Length of the run of chunks that are known to be where lookups find them.
+
+        Asks no slow medium.
+        """
         runs = self._search.locate_known(keys)
         return runs[-1].end if runs else 0
 

@@ -56,14 +56,21 @@ class PrefixSearch:
         return locate_prefix(len(keys), askers)
 
     def locate_known(self, keys: Sequence[ChunkKey]) -> list[LocatedRun]:
-        """Runs as :meth:`locate` has them, of what the tiers know without asking a slow medium."""
+        """Runs as :meth:`locate` has them, of what the tiers know without asking a slow medium.
+
+        What only a tier has that lookups leave out does not count: it has to come into memory.
+        """
 
         def asker(backend: StorageBackendInterface) -> Callable[[int], int]:
             return lambda start: self._guard.count(
                 backend, len(keys) - start, partial(backend.known_run, keys[start:])
             )
 
-        tiers = self._tiers.readable()
+        tiers = [
+            backend
+            for backend in self._tiers.readable()
+            if backend is self._tiers.first or not self._cost.is_slow(backend.name, len(keys))
+        ]
         return locate_prefix(len(keys), [(backend.name, asker(backend)) for backend in tiers])
 
     def _asker(

@@ -61,6 +61,8 @@ def test_a_slow_tier_is_skipped_until_it_is_quick(smollm2, tmp_path):
         slow.faults = []  # nobody knows either that it is quick again
         assert [answer(), answer()] == [0, 0]
         assert skipped() == 2 * 4 * CHUNK
+        kept.generate(prompt, do_sample=False, max_new_tokens=1)
+        assert kept.last_call.num_found == 4 * CHUNK, "what was computed again is in memory"
 
         storage.cost._clock = lambda: time.monotonic() + 3601
         assert [answer(), answer()] == [4 * CHUNK, 4 * CHUNK], "one trial, and it is back"

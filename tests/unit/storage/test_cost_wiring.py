@@ -116,6 +116,14 @@ def test_whoever_only_wants_to_know_is_answered(rig):
     assert rig.skipped() == 0
 
 
+@pytest.mark.parametrize(("rig", "known"), [(QUICK_S, 2), (SLOW_S, 6)], indirect=["rig"])
+def test_a_store_brings_into_memory_what_lookups_leave_out(rig, known):
+    """Or a prompt that only a slow tier has would be computed each time, and never kept."""
+    rig.measure()
+    assert rig.storage.known_run(KEYS) == known
+    assert rig.skipped() == 0
+
+
 @pytest.mark.parametrize("rig", [QUICK_S], indirect=True)
 def test_a_layerwise_load_teaches_too(rig):
     layers = list(zip(*[split_layers(key, 3) for key in KEYS[4:]], strict=True))
