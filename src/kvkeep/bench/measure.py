@@ -131,7 +131,7 @@ def machine() -> dict[str, object]:
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print the table in 80 columns."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), width=WIDTH)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, width=WIDTH)
     table.add_column("what", ratio=1)
     for name in ("kvkeep", "limit", "ratio", "target", "met"):
         table.add_column(name, justify="right", no_wrap=True)
