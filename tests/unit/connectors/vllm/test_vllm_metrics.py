@@ -8,6 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.reader import get_metrics_snapshot
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvkeep.connectors.vllm import KVKeepConnector
@@ -168,3 +172,26 @@ def test_vllm_hears_which_tier_its_hits_came_from(toy_engine, tmp_path):
     engine.generate("c", PROMPT)
     assert seen == [(39, {CacheHitSource.HOST: 39}), (39, {CacheHitSource.DISK: 39})]
     engine.finish()
+
+
+def test_vllms_own_logger_shows_them(toy_engine):
+    """What `vllm serve` does with a step's numbers, twice in one process."""
+    for _ in range(2):
+        engine = toy_engine()
+        logger = PrometheusStatLogger(engine.scheduler.vllm_config, [0])
+        for req_id in ("a", "b"):
+            engine.generate(req_id, PROMPT)
+        assert engine.metric("kvkeep_lookup_tokens_total") == 80
+        moved = engine.worker.get_kv_connector_stats()
+        logger.record(SchedulerStats(kv_connector_stats=moved.to_dict()), None, engine_idx=0)
+        shown = {
+            (metric.name, metric.labels.get("tier"), metric.labels.get("direction")): metric
+            for metric in get_metrics_snapshot()
+            if metric.name.startswith("vllm:kvkeep_")
+        }
+        assert shown["vllm:kvkeep_stored_tokens", None, None].value == 40
+        assert shown["vllm:kvkeep_lookup_hit_tokens", CPU, None].value == 40
+        assert shown["vllm:kvkeep_transfer_bytes", CPU, "load"].count == 1
+        assert shown["vllm:kvkeep_chunks", CPU, None].value == 5
+        engine.finish()
+    unregister_vllm_metrics()
