@@ -105,7 +105,7 @@ def make_engine(
     connector.register_kv_caches(caches)
     for layer, cache in enumerate(caches):
         cache.fill_(layer + 1)
-    with _opened(layout, connector, caches, num_chunks, chunk_size) as made:
+    with engine_over(layout, connector, caches, num_chunks, chunk_size) as made:
         yield made
 
 
@@ -144,18 +144,27 @@ def make_dense_engine(
         caches.append((pair[0], pair[1]))
     connector = DenseGPUConnector(layout, copy_threads=copy_threads)
     connector.register_kv_caches(caches)
-    with _opened(layout, connector, caches, num_chunks, chunk_size) as made:
+    with engine_over(layout, connector, caches, num_chunks, chunk_size) as made:
         yield made
 
 
 @contextmanager
-def _opened(
+def engine_over(
     layout: KVLayout,
     connector: GPUConnectorInterface,
     caches: Sequence[torch.Tensor] | Sequence[tuple[torch.Tensor, torch.Tensor]],
     num_chunks: int,
-    chunk_size: int,
+    chunk_size: int = 256,
 ) -> Iterator[Made]:
+    """An engine over caches that are registered with ``connector`` already.
+
+    Args:
+        layout: of the caches.
+        connector: moves them.
+        caches: of every layer.
+        num_chunks: chunks in the pool.
+        chunk_size: tokens in a chunk.
+    """
     identity = CacheIdentity("benchmark", "1", layout, chunk_size=chunk_size)
     size = num_chunks * layout.chunk_bytes(chunk_size)
     settings = load_settings(
