@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 
 class Bar:
-    """A progress bar that is gone when the work is done."""
+    """A progress bar that is gone when the work is done, and never there without a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -17,6 +17,7 @@ class Bar:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("starting", total=None)
 

@@ -5,6 +5,8 @@ Exit code 0: all is well. 1: the command ran and what it checked is not so. 2: i
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -76,3 +78,6 @@ def main(
     ] = False,
 ) -> None:
     """Keeps the KV caches that an LLM engine has computed, so that a prompt is prefilled once."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a sign that a terminal cannot show is no error
+            stream.reconfigure(errors="replace")

@@ -210,6 +210,8 @@ def _check(wanted: _Wanted, traces: Sequence[Path]) -> None:
     """Refuse what cannot be drawn or run before the work."""
     if wanted.chart:
         require_chart()
+        if Console().options.ascii_only:
+            raise ConfigError("--chart needs a terminal that shows UTF-8; or draw with --plot FILE")
     if wanted.disk_bytes and wanted.real_bytes is None:
         raise ConfigError("--disk has no effect without --real")
     if wanted.plot is None:
