@@ -6,9 +6,8 @@ import pytest
 
 from kvkeep.backends.remote.names import create_connector
 from kvkeep.config.store_url import RemoteURL
-from kvkeep.memory.factory import tensor_pool
 from kvkeep.testing.backends import BackendContract
-from kvkeep.testing.remote import make_connector, make_remote
+from kvkeep.testing.remote import make_remote
 from kvkeep.testing.servers.mooncake import mooncake_pool
 from kvkeep.testing.stores import OPTIONS, ConnectorContract
 
@@ -28,9 +27,4 @@ class TestMooncake(ConnectorContract):
 class TestRemoteBackendOverMooncake(BackendContract):
     @pytest.fixture
     def make_backend(self, server):
-        def make(pool):
-            connector = make_connector(server.url())
-            connector.register(tensor_pool(pool.allocator).arena.array.data)
-            return make_remote(pool, connector)
-
-        return make
+        return lambda pool: make_remote(pool, server.url())

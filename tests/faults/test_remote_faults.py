@@ -6,7 +6,6 @@ and closes; nothing stays held.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import threading
@@ -14,30 +13,16 @@ import time
 
 import pytest
 
-from kvkeep.backends.remote.load import ChunkLoad
-from kvkeep.backends.remote.stores import Pending
 from kvkeep.metrics import Metrics
-from kvkeep.storage.health import HealthMonitor
 from kvkeep.testing.chunks import check_found, make_keys, make_pool, put, wait_until
-from kvkeep.testing.engine_rig import EngineRig
-from kvkeep.testing.remote import make_connector, make_remote, name_of, rig_remote
+from kvkeep.testing.remote import make_connector, make_remote, name_of
+from kvkeep.testing.remote_requests import L1, L3, Requests, count
 from kvkeep.testing.servers.proxy import Weather, tcp_proxy
-from kvkeep.testing.servers.redis import RedisOptions, redis_server
+from kvkeep.testing.servers.redis import RedisOptions, redis_cluster, redis_server
 
 #: For how long servers are frozen; KVKEEP_STALL_SECONDS=20 is the full measure.
 STALL_S = float(os.environ.get("KVKEEP_STALL_SECONDS", "1.5"))
-#: No request takes longer, whatever happens: the deadlines below and a busy machine.
-REQUEST_S = 30.0
-SHORT = {
-    "load_timeout_s": 1.0,
-    "store_timeout_s": 1.0,
-    "lookup_timeout_s": 1.0,
-    "probe_timeout_s": 1.0,
-    "close_timeout_s": 5.0,
-}
-PAGES = list(range(14))
 KEYS = make_keys(6)
-L1, L3 = "LocalCPUBackend", "RemoteBackend"
 
 
 @pytest.fixture
@@ -60,65 +45,6 @@ def pool():
     pool.close()
 
 
-class Requests:
-    """An engine over memory and a remote store, and requests to it whose bytes are checked."""
-
-    def __init__(self, url, metrics, **options):
-        chosen = {**SHORT, **options}
-        pool_chunks = int(chosen.pop("pool_chunks", 24))
-        tier = rig_remote(url, metrics=metrics, **chosen)
-        self.rig = EngineRig(pool_chunks=pool_chunks, tiers=[tier])
-        self.monitor = HealthMonitor(self.rig.storage)
-        self.metrics = metrics
-        self.remote = self.rig.storage.storage_backends[L3]
-        self.slowest_s = 0.0
-
-    def serve(self, number):
-        """One request: look up, load, check every byte, compute the rest, store. Tokens found."""
-        rig, tokens = self.rig, [1000 * number + position for position in range(56)]
-        started = time.monotonic()
-        rig.model.wipe(range(64))
-        found = rig.engine.lookup(tokens, lookup_id=f"r{number}", pin=True)
-        slots = rig.model.slots(PAGES, len(tokens))
-        mask = rig.engine.retrieve(
-            tokens, kvcaches=rig.model.caches, slot_mapping=slots, req_id=f"r{number}"
-        )
-        loaded = int(mask.sum())
-        assert mask[:loaded].all()
-        assert loaded >= found
-        assert rig.model.right_pages(tokens, PAGES)[: loaded // 4] == [True] * (loaded // 4)
-        rig.fill(tokens, PAGES)
-        self.slowest_s = max(self.slowest_s, time.monotonic() - started)
-        return loaded
-
-    def forget(self):
-        """Empty the memory tier."""
-        self.rig.storage.clear([L1])
-
-    def settle(self):
-        """Wait until nothing is queued for the store."""
-        assert self.remote.flush(REQUEST_S)
-
-    def recovers(self):
-        """Ask the tier's health until it takes part again."""
-        wait_until(lambda: self.monitor.check_once()[L3].healthy, timeout_s=60)
-        assert L3 not in self.rig.storage.bypassed
-
-    def breaker(self):
-        """Open or not, by the metrics."""
-        name = f'kvkeep_breaker_open{{tier="{L3}",direction="load"}}'
-        return self.metrics.snapshot()[name]
-
-    def close(self):
-        """Nothing is held by anything."""
-        assert self.slowest_s < REQUEST_S
-        self.settle()
-        self.rig.__exit__(None, None, None)
-        gc.collect()
-        left = [found for found in gc.get_objects() if type(found) in (ChunkLoad, Pending)]
-        assert left == []
-
-
 @pytest.fixture
 def requests_over(metrics):
     opened = []
@@ -130,17 +56,6 @@ def requests_over(metrics):
     yield make
     for one in opened:
         one.close()
-
-
-def count(metrics, name, **labels):
-    """A counter over all series that have these labels."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    values = metrics.snapshot().items()
-    return sum(
-        value
-        for series, value in values
-        if series.startswith(f"kvkeep_{name}_total") and all(label in series for label in wanted)
-    )
 
 
 # -- the server goes -----------------------------------------------------------------------------
@@ -226,6 +141,31 @@ def test_a_server_that_is_not_there_at_the_start(server, requests_over):
     requests.settle()
     requests.forget()
     assert requests.serve(2) == 56
+
+
+def test_a_cluster_that_loses_a_master(requests_over):
+    """The tier is left out while a part of the slots is served by nobody, and comes back."""
+    with redis_cluster() as servers:
+        hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        requests = requests_over(f"redis-cluster://{hosts}")
+        for number in (1, 2):
+            requests.serve(number)
+        requests.settle()
+        requests.forget()
+        assert requests.serve(1) == 56
+        servers[1].process.kill()
+        for number in range(3, 9):
+            requests.forget()
+            requests.serve(number)
+            assert requests.serve(number) == 56  # from memory
+            requests.monitor.check_once()
+        wait_until(lambda: requests.monitor.check_once()[L3].healthy is False)
+        servers[1].process.start()
+        requests.recovers()
+        requests.serve(9)
+        requests.settle()
+        requests.forget()
+        assert requests.serve(9) == 56
 
 
 # -- values --------------------------------------------------------------------------------------

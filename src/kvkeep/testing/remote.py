@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvkeep.backends.base import AllocatorBackendInterface
+from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.backends.remote.backend import RemoteBackend, RemoteOptions
 from kvkeep.backends.remote.base import (
     HEADER_BYTES,
@@ -30,6 +31,7 @@ from kvkeep.identity import CacheIdentity
 from kvkeep.keys import ChunkKey
 from kvkeep.layout import MemoryFormat
 from kvkeep.memory.dtypes import dtype_name
+from kvkeep.memory.factory import tensor_pool
 from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import CAPACITY, CHUNK_BYTES, DTYPE, SHAPE
 from kvkeep.testing.disk import IDENTITY
@@ -70,7 +72,7 @@ def make_remote(
 ) -> RemoteBackend:
     """A remote tier over a URL or a connector; ``options`` are fields of RemoteOptions."""
     return RemoteBackend(
-        make_connector(store) if isinstance(store, str) else store,
+        _registered(make_connector(store) if isinstance(store, str) else store, pool),
         replace(OPTIONS, **options),  # type: ignore[arg-type]
         identity=identity,
         full_chunk=FULL_CHUNK,
@@ -92,7 +94,7 @@ def rig_remote(
         connector = make_connector(connector, max_value_bytes=full_bytes)
     chosen = replace(OPTIONS, queue_bytes=16 * layout.chunk_bytes(chunk_size))
     return lambda pool: RemoteBackend(
-        connector,
+        _registered(connector, pool),
         replace(chosen, **options),  # type: ignore[arg-type]
         identity=CacheIdentity("rig", "1", layout, chunk_size=chunk_size),
         full_chunk=ChunkMeta(fmt, dtype_name(dtype), tuple(shape)),
@@ -100,6 +102,13 @@ def rig_remote(
         allocator_backend=pool,
         metrics=metrics,
     )
+
+
+def _registered(connector: RemoteConnector, pool: AllocatorBackendInterface) -> RemoteConnector:
+    """The connector, told of the memory that it will be given."""
+    if isinstance(pool, LocalCPUBackend):
+        connector.register(tensor_pool(pool.allocator).arena.array.data)
+    return connector
 
 
 def name_of(key: ChunkKey, identity: CacheIdentity = IDENTITY) -> str:

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,8 +54,13 @@ _REFUSALS = {
     "StorageFull": Refusal.FULL,
     "507 Insufficient Storage": Refusal.FULL,
 }
-#: Not an object that is there, whatever its size is.
-_TOO_LARGE = -1
+
+
+class _Bad(Enum):
+    """Why an object that is there is not handed over."""
+
+    TOO_LARGE = "length"
+    UNREADABLE = "truncated"
 
 
 class ObjectStoreConnector(RemoteConnector):
@@ -134,28 +140,30 @@ class ObjectStoreConnector(RemoteConnector):
         deadline = time.monotonic() + timeout_s
         calls = [partial(self._get, name) for name in names]
         with _as_store_errors("get"):
-            for index, found in self._results(calls, deadline, _VALUE_WINDOW):
-                size_bytes, data = found
-                if size_bytes == _TOO_LARGE:
+            for index, data in self._results(calls, deadline, _VALUE_WINDOW):
+                if data is _Bad.TOO_LARGE:
                     sinks[index].begin(b"", self._max_value_bytes + 1)
+                elif data is _Bad.UNREADABLE:
+                    sinks[index].fail(data.value)
                 elif data is not None:
                     _hand_over(memoryview(data), sinks[index])
 
-    async def _get(self, name: str) -> tuple[int, obstore.Bytes | None]:
-        """The whole object, or why there is none."""
-        try:
-            answer = await obstore.get_async(self._store, name)
-        except FileNotFoundError:
-            return 0, None
-        size_bytes = answer.meta["size"]
-        if size_bytes > self._max_value_bytes:
-            return _TOO_LARGE, None  # the answer is dropped here, and with it its connection
-        try:
-            return size_bytes, await answer.bytes_async()
-        except GenericError:
-            if await self._size(name):
-                raise
-            return 0, None  # it was removed while it was sent
+    async def _get(self, name: str) -> obstore.Bytes | _Bad | None:
+        """The whole object, what is wrong with it, or None: there is none.
+
+        An answer that breaks off is asked for again: it may have been the connection. If it breaks
+        off a second time while the store answers other questions, it is the object.
+        """
+        for _ in range(2):
+            try:
+                answer = await obstore.get_async(self._store, name)
+            except FileNotFoundError:
+                return None
+            if answer.meta["size"] > self._max_value_bytes:
+                return _Bad.TOO_LARGE  # the answer is dropped here, and with it its connection
+            with contextlib.suppress(GenericError):
+                return await answer.bytes_async()
+        return _Bad.UNREADABLE if await self._size(name) else None
 
     def remove(self, names: Sequence[str], timeout_s: float) -> list[bool]:
         """See the interface. Stores do not say whether there was one, so that is asked first."""
