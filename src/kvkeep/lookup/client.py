@@ -117,40 +117,38 @@ class LookupClient:
                 self._count_lookup_locked(len(data) // TOKEN_BYTES, outcome)
             return outcome.found
 
-    def start(
-        self,
-        lookup_id: str,
-        tokens: object,
-        *,
-        scope: RequestScope = PLAIN,
-        counted: bool = True,
-    ) -> None:
+    def start(self, lookup_id: str, tokens: object, *, scope: RequestScope = PLAIN) -> None:
         """Ask for the same, pinned, without waiting; :meth:`poll` has the answer.
 
-        The workers bring what they find in slow tiers into memory before they answer. The arguments
-        are those of :meth:`lookup`.
+        The workers bring what they find in slow tiers into memory before they answer. It is no part
+        of the hit rate until it is counted, see :meth:`count`. The arguments are those of
+        :meth:`lookup`.
         """
         data = tokens if isinstance(tokens, bytes) else as_token_bytes(tokens)
         with self._lock:
             is_up = not self._closed and self._all_up_locked()
-            self._started.start(lookup_id, data, scope, counted=counted, is_up=is_up)
+            self._started.start(lookup_id, data, scope, is_up=is_up)
 
-    def poll(self, lookup_id: str) -> FoundTokens | None:
-        """The answer to what was started, as :meth:`lookup` gives it, or None: not yet.
+    def poll(self, lookup_id: str) -> Outcome | None:
+        """What was started came to: tokens as :meth:`lookup` gives them, or None: not yet.
 
-        It is given once; of an unknown id, or when the client is closed, it is 0.
+        It is told once; of an unknown id, or when the client is closed, it is nothing.
         """
         with self._lock:
             if self._closed or not self._started.is_known(lookup_id):
-                return FoundTokens()
+                return Outcome(FoundTokens(), "down" if self._closed else "")
             ended = self._started.poll(lookup_id)
             if ended is None:
                 return None
             pending, outcome = ended
             self._give_back_locked(lookup_id, outcome.found, pending.replies)
-            if pending.counted:
-                self._count_lookup_locked(pending.num_asked, outcome)
-            return outcome.found
+            return outcome
+
+    def count(self, num_asked: int, outcome: Outcome) -> None:
+        """Make what was started for a prompt of ``num_asked`` tokens a part of the hit rate."""
+        with self._lock:
+            if not self._closed:
+                self._count_lookup_locked(num_asked, outcome)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a worker says something, at most ``timeout_s``.
@@ -160,12 +158,6 @@ class LookupClient:
         with self._lock:
             if not self._closed:
                 self._started.wait(timeout_s)
-
-    def count(self, num_asked: int, found: FoundTokens) -> None:
-        """Make an answer part of the hit rate that was asked for without being counted."""
-        with self._lock:
-            if not self._closed:
-                self._count_lookup_locked(num_asked, Outcome(found))
 
     @property
     def num_started(self) -> int:

@@ -53,8 +53,6 @@ class PendingLookup:
     Attributes:
         lookup_id: names it.
         seq: number of the question.
-        num_asked: tokens of the prompt.
-        counted: part of the hit rate.
         num_ranks: workers that are asked.
         word_deadline: value of ``time.monotonic()`` by which every worker has said something.
         deadline: by which every worker has answered.
@@ -65,8 +63,6 @@ class PendingLookup:
 
     lookup_id: str
     seq: int
-    num_asked: int
-    counted: bool
     num_ranks: int
     word_deadline: float
     deadline: float

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvkeep.keys import TOKEN_BYTES
 from kvkeep.lookup.messages import Reply, Start, WireScope
 from kvkeep.lookup.pending import Outcome, PendingLookup
 from kvkeep.lookup.workers import Workers
@@ -36,9 +35,7 @@ class StartedLookups:
         """Lookups that have no outcome yet."""
         return len(self._by_id)
 
-    def start(
-        self, lookup_id: str, data: bytes, scope: RequestScope, *, counted: bool, is_up: bool
-    ) -> None:
+    def start(self, lookup_id: str, data: bytes, scope: RequestScope, *, is_up: bool) -> None:
         """Ask every worker, or none if one of them is down: the outcome is known then."""
         self.forget(lookup_id)
         workers = self._workers
@@ -52,8 +49,6 @@ class StartedLookups:
         pending = PendingLookup(
             lookup_id=lookup_id,
             seq=seq,
-            num_asked=len(data) // TOKEN_BYTES,
-            counted=counted,
             num_ranks=len(workers),
             word_deadline=now + self._timeout_s,
             deadline=now + self._timeout_s + self._prefetch_timeout_s,

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvkeep.lookup.messages import Keep, LookupReply, Start, Started, WireScope
-from kvkeep.lookup.pending import PendingLookup
+from kvkeep.lookup.pending import Outcome, PendingLookup
 from kvkeep.results import FoundTokens
 from kvkeep.testing.chunks import wait_until
 
@@ -15,12 +15,18 @@ PROMPT = list(range(16))
 NOBODY_DOWN = lambda rank: False  # noqa: E731
 
 
+def poll(client, lookup_id: str) -> FoundTokens | None:
+    """Tokens found, or None: not yet."""
+    outcome = client.poll(lookup_id)
+    return None if outcome is None else outcome.found
+
+
 def poll_until(client, lookup_id: str) -> FoundTokens:
     """The answer, once it is there."""
     answers: list[FoundTokens | None] = []
 
     def answered() -> bool:
-        answers.append(client.poll(lookup_id))
+        answers.append(poll(client, lookup_id))
         return answers[-1] is not None
 
     wait_until(answered)
@@ -31,24 +37,24 @@ def under_way(service, lookup_id: str) -> bool:
     return all(lookup_id in target.under_way for target in service.targets)
 
 
-def start_later(service, lookup_id: str = "r#0", **more) -> None:
+def start_later(service, lookup_id: str = "r#0") -> None:
     """Start a lookup, and wait until every worker has put it aside."""
     for target in service.targets:
         target.later = True
-    service.client.start(lookup_id, PROMPT, **more)
+    service.client.start(lookup_id, PROMPT)
     wait_until(lambda: under_way(service, lookup_id))
 
 
 def test_not_yet_then_the_number(start):
     service = start(8)
     start_later(service)
-    assert [service.client.poll("r#0") for _ in range(3)] == [None] * 3
+    assert [poll(service.client, "r#0") for _ in range(3)] == [None] * 3
     assert service.client.num_started == 1
     service.targets[0].settle("r#0")
     found = poll_until(service.client, "r#0")
     assert (found, found.tiers) == (8, (("tier", 8),))
     assert service.client.num_started == 0
-    assert service.client.poll("r#0") == 0, "it is told once"
+    assert poll(service.client, "r#0") == 0, "it is told once"
     assert service.targets[0].leases == {"r#0"}
 
 
@@ -56,7 +62,7 @@ def test_an_answer_that_is_there_at_once(start):
     service = start(8)
     service.client.start("r#0", PROMPT)
     service.client.wait(10)
-    assert service.client.poll("r#0") == 8
+    assert poll(service.client, "r#0") == 8
 
 
 def test_waiting_ends_with_the_first_word(start):
@@ -69,7 +75,7 @@ def test_waiting_ends_with_the_first_word(start):
     assert time.monotonic() - started >= 0.04
     service.targets[0].settle("r#0")
     service.client.wait(10)
-    assert service.client.poll("r#0") == 8
+    assert poll(service.client, "r#0") == 8
 
 
 def test_the_minimum_over_ranks_and_what_is_beyond_is_given_back(start):
@@ -78,7 +84,7 @@ def test_the_minimum_over_ranks_and_what_is_beyond_is_given_back(start):
     start_later(service)
     for target in service.targets[:2]:
         target.settle("r#0")
-    assert service.client.poll("r#0") is None
+    assert poll(service.client, "r#0") is None
     service.targets[2].settle("r#0")
     assert poll_until(service.client, "r#0") == 8
     service.client.check()  # answered after what was sent before
@@ -106,17 +112,17 @@ def test_given_up_at_any_time(start):
     """Spec 10.2: while it is under way, after it was settled, and after it was told."""
     service = start(8)
     target = service.targets[0]
-    for settle, poll in [(False, False), (True, False), (True, True)]:
+    for settle, told in [(False, False), (True, False), (True, True)]:
         start_later(service)
         if settle:
             target.settle("r#0")
-        if poll:
+        if told:
             assert poll_until(service.client, "r#0") == 8
         service.client.unpin(["r#0"])
         service.client.check()
         assert target.leases == set()
         assert target.under_way == {}
-        assert service.client.poll("r#0") == 0
+        assert poll(service.client, "r#0") == 0
     assert service.client.num_started == 0
 
 
@@ -138,12 +144,12 @@ def test_a_dead_worker_costs_one_deadline(start):
     service.servers[0].close()
     service.client.start("r#0", PROMPT)
     service.client.start("r#1", PROMPT)
-    assert service.client.poll("r#0") is None
+    assert poll(service.client, "r#0") is None
     assert poll_until(service.client, "r#0") == 0
-    assert service.client.poll("r#1") == 0, "their deadline is the same"
+    assert poll(service.client, "r#1") == 0, "their deadline is the same"
     for number in range(2, 100):
         service.client.start(f"r#{number}", PROMPT)
-        assert service.client.poll(f"r#{number}") == 0
+        assert poll(service.client, f"r#{number}") == 0
     assert service.client.failures == {"timeout": 2, "down": 98}
 
 
@@ -152,10 +158,10 @@ def test_a_worker_that_dies_while_chunks_travel(start):
     service = start(8, timeout_s=0.3, prefetch_timeout_s=60)
     start_later(service)
     service.client.wait(10)
-    assert service.client.poll("r#0") is None
+    assert poll(service.client, "r#0") is None
     service.servers[0].close()
     assert service.client.lookup("r#1", PROMPT) == 0
-    assert service.client.poll("r#0") == 0
+    assert poll(service.client, "r#0") == 0
 
 
 def test_an_exception_is_an_answer(start):
@@ -167,18 +173,20 @@ def test_an_exception_is_an_answer(start):
     assert service.client.failures == {"error": 1}
 
 
-def test_it_is_counted_once_and_where_it_is_told(start):
+def test_it_is_counted_by_whoever_relies_on_it(start):
     service = start(8)
-    start_later(service, counted=True)
+    start_later(service)
     service.targets[0].settle("r#0")
-    poll_until(service.client, "r#0")
-    start_later(service, "r#1", counted=False)
-    service.targets[0].settle("r#1")
-    poll_until(service.client, "r#1")
+    service.client.check()  # answered after what was settled before
+    outcome = service.client.poll("r#0")
+    assert service.metrics[0].snapshot()["kvkeep_lookup_tokens_total"] == 0
+    service.client.count(16, outcome)
+    service.client.count(16, Outcome(FoundTokens(), "timeout"))
     service.client.check()
     counted = service.metrics[0].snapshot()
-    assert counted["kvkeep_lookup_tokens_total"] == 16
+    assert counted["kvkeep_lookup_tokens_total"] == 16 + 16
     assert counted['kvkeep_lookup_hit_tokens_total{tier="tier"}'] == 8
+    assert counted['kvkeep_lookup_failed_tokens_total{cause="timeout"}'] == 16
 
 
 def test_a_thousand_under_way(start):
@@ -204,9 +212,9 @@ def test_a_closed_client_misses(start):
     service = start(8)
     start_later(service)
     service.client.close()
-    assert service.client.poll("r#0") == 0
+    assert poll(service.client, "r#0") == 0
     service.client.start("r#1", PROMPT)
-    assert service.client.poll("r#1") == 0
+    assert poll(service.client, "r#1") == 0
     service.client.wait(1)
 
 
@@ -221,8 +229,6 @@ def pending(**more) -> PendingLookup:
     values = {
         "lookup_id": "r",
         "seq": 1,
-        "num_asked": 16,
-        "counted": True,
         "num_ranks": 2,
         "word_deadline": 1.0,
         "deadline": 5.0,

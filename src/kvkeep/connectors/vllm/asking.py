@@ -8,9 +8,9 @@ waits, since somebody brought it for this request; everything that waiting reque
 by ``prefetch.memory``.
 
 vLLM does not ask about requests for which it has no seat. Of these the first few are asked about
-early, so that their chunks travel while they queue. Such an answer is old when the request's turn
-comes, so it is relied upon only if all of the prompt was found; else the workers are asked anew,
-and find in memory what was brought.
+early, so that their chunks travel while they queue. An answer that may be old when the request's
+turn comes is relied upon only if all of the prompt was found; else the workers are asked anew, and
+find in memory what was brought.
 
 Each question has an id of its own, so a lease that is still on its way is never taken for a later
 one.
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from kvkeep.connectors.vllm.requests import TrackedRequest
 from kvkeep.lookup.client import LookupClient
+from kvkeep.lookup.pending import Outcome
 from kvkeep.results import FoundTokens
 from kvkeep.tokens import RequestScope
 
@@ -47,8 +48,10 @@ class _Question:
         lookup_id: names it, and the leases.
         num_asked: tokens of the request that it is about.
         scope: what the request adds to the identity.
-        found: the answer; None: not yet.
+        session_tokens: what was asked about, if it may be rewritten while the request waits.
+        outcome: the answer; None: not yet.
         is_early: asked before the request's turn, and not relied upon yet.
+        step: in which the request was last asked about.
         is_late: the request has been told "not yet".
         held_until: value of ``time.monotonic()`` after which the answer is not relied upon.
     """
@@ -56,10 +59,17 @@ class _Question:
     lookup_id: str
     num_asked: int
     scope: RequestScope
-    found: FoundTokens | None = None
+    session_tokens: bytes = b""
+    outcome: Outcome | None = None
     is_early: bool = False
+    step: int = 0
     is_late: bool = False
     held_until: float = 0.0
+
+    @property
+    def found(self) -> FoundTokens:
+        """Tokens found so far."""
+        return self.outcome.found if self.outcome is not None else FoundTokens()
 
 
 class Asking:
@@ -80,11 +90,12 @@ class Asking:
         self._questions: dict[str, _Question] = {}
         self._queued: dict[str, tuple[TrackedRequest, int]] = {}  # without a question yet, in turn
         self._grace_s = GRACE_S
+        self._step = 0
         self._num_idle_steps = 0
 
     def queue(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> None:
         """A request has come, and may have to wait for its turn."""
-        if self._may_wait(tracked):
+        if self._prefetches:
             self._queued[req_id] = (tracked, num_asked)
 
     def ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> FoundTokens | None:
@@ -102,16 +113,17 @@ class Asking:
             question = None
         if question is None:
             question = self._ask(req_id, tracked, num_asked)
-        elif question.found is None:
-            question.found = self._client.poll(question.lookup_id)
-        if question.is_early and question.found is not None:
-            question = self._rely_on(req_id, question, tracked)
-        if question.found is None:
+        elif question.outcome is None:
+            question.outcome = self._client.poll(question.lookup_id)
+            if question.outcome is not None and self._is_old(question):
+                question = self._rely_on(req_id, question, tracked)
+        question.step = self._step
+        if question.outcome is None:
             question.is_late = True
             return None
         if not question.held_until:
             question.held_until = time.monotonic() + self._hold_s
-            tracked.was_asked = True
+            self._count(question, tracked)
         if not question.found:
             del self._questions[req_id]
         return question.found
@@ -148,10 +160,11 @@ class Asking:
             [
                 req_id
                 for req_id, question in self._questions.items()
-                if question.found is not None and not question.is_late
+                if question.outcome is not None and not question.is_late
             ]
         )
         self._ask_early()
+        self._step += 1
         self._grace_s = GRACE_S
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         if self._num_idle_steps >= _IDLE_STEPS:
@@ -165,13 +178,11 @@ class Asking:
         """What was asked is what would be asked now, and the answer can be relied upon."""
         if (question.num_asked, question.scope) != (num_asked, tracked.scope):
             return False
-        if question.found is None:
+        if tracked.request.resumable and question.session_tokens != tracked.token_bytes(num_asked):
+            return False
+        if question.outcome is None:
             return True
         return question.is_late and time.monotonic() < question.held_until
-
-    def _may_wait(self, tracked: TrackedRequest) -> bool:
-        """Answers may come later: the tokens that they are about stay the same."""
-        return self._prefetches and not tracked.request.resumable
 
     def _ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> _Question:
         """Ask anew; the question is answered already if the answer comes at once."""
@@ -180,19 +191,27 @@ class Asking:
         scope = tracked.scope
         if scope is None:
             raise ValueError(f"{req_id} has no name for its KV")
-        counted = not tracked.was_asked
-        question = self._questions[req_id] = _Question(lookup_id, num_asked, scope)
-        if not self._may_wait(tracked):
-            question.found = self._client.lookup(lookup_id, tokens, scope=scope, counted=counted)
+        session_tokens = tokens if tracked.request.resumable else b""
+        question = self._questions[req_id] = _Question(lookup_id, num_asked, scope, session_tokens)
+        if not self._prefetches:
+            counted, tracked.was_asked = not tracked.was_asked, True
+            found = self._client.lookup(lookup_id, tokens, scope=scope, counted=counted)
+            question.outcome = Outcome(found)
             return question
-        self._client.start(lookup_id, tokens, scope=scope, counted=counted)
-        question.found = self._client.poll(lookup_id)
-        while question.found is None and self._grace_s > 0:
+        self._client.start(lookup_id, tokens, scope=scope)
+        question.outcome = self._client.poll(lookup_id)
+        while question.outcome is None and self._grace_s > 0:
             started = time.monotonic()
             self._client.wait(self._grace_s)
             self._grace_s -= time.monotonic() - started
-            question.found = self._client.poll(lookup_id)
+            question.outcome = self._client.poll(lookup_id)
         return question
+
+    def _count(self, question: _Question, tracked: TrackedRequest) -> None:
+        """An answer that is relied upon is part of the hit rate, once per request."""
+        if not tracked.was_asked and question.outcome is not None:
+            tracked.was_asked = True
+            self._client.count(question.num_asked, question.outcome)
 
     def _ask_early(self) -> None:
         """Ask about the first requests in the queue whose turn has not come."""
@@ -204,17 +223,22 @@ class Asking:
                 continue
             lookup_id = f"{req_id}#{next(self._ids)}"
             tokens = tracked.token_bytes(num_asked)
-            self._questions[req_id] = _Question(lookup_id, num_asked, tracked.scope, is_early=True)
-            self._client.start(lookup_id, tokens, scope=tracked.scope, counted=False)
+            session_tokens = tokens if tracked.request.resumable else b""
+            self._questions[req_id] = _Question(
+                lookup_id, num_asked, tracked.scope, session_tokens, is_early=True
+            )
+            self._client.start(lookup_id, tokens, scope=tracked.scope)
             num_early += 1
 
+    def _is_old(self, question: _Question) -> bool:
+        """The answer may have come long before it was looked at."""
+        return question.is_early or self._step > question.step + 1
+
     def _rely_on(self, req_id: str, question: _Question, tracked: TrackedRequest) -> _Question:
-        """An early answer, if it is the best there can be; else ask anew."""
+        """An old answer, if it is the best there can be; else ask anew."""
         question.is_early = False
         if question.found == question.num_asked:
             question.is_late = True  # somebody brought it: held as long as the request waits
-            if not tracked.was_asked:
-                self._client.count(question.num_asked, question.found)
             return question
         was_late = question.is_late
         self.drop(req_id)

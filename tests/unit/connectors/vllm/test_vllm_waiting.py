@@ -54,6 +54,19 @@ def steps(engine, count: int) -> None:
         engine._settle()
 
 
+def start_big(engine) -> None:
+    """A request that has nearly all blocks of an engine of 14."""
+    engine.add("big", OTHER, max_tokens=12)
+    while not engine.num_output("big"):
+        steps(engine, 1)
+
+
+def wait_for_answer(engine) -> None:
+    """The workers' answers have come; the next step knows them."""
+    wait_until(lambda: prefetcher_of(engine).num_lookups == 0)
+    engine.client.check()
+
+
 @pytest.fixture
 def waiting(toy_engine):
     """``waiting(**more)``: an engine whose PROMPT is in the slow tier, which is closed."""
@@ -144,6 +157,8 @@ def test_an_early_answer_is_asked_for_again(toy_engine):
     engine = toy_engine(extra=SLOW_TIER, max_num_seqs=1)
     for name in "abc":
         engine.add(name, PROMPT)
+    steps(engine, 1)
+    wait_for_answer(engine)  # of those asked before anything was stored
     engine.run_all()
     assert engine.loaded_tokens == 2 * 39
     assert engine.metric("kvkeep_lookup_tokens_total") == 3 * 40
@@ -186,15 +201,20 @@ def test_only_a_few_are_asked_about_early(toy_engine, monkeypatch):
     engine.finish()
 
 
-def test_a_session_whose_tokens_may_change_is_asked_about_in_its_turn(toy_engine):
-    engine = toy_engine(extra=SLOW_TIER)
-    engine.generate("a", PROMPT)
-    engine.add("b", PROMPT, resumable=True)
-    assert not engine.connector._scheduler._asking._queued
-    engine.schedule()
-    assert engine.planned_loads() == 1
-    engine.run_all()
-    engine.abort("b")
+def test_a_session_whose_tokens_are_rewritten_is_asked_about_anew(waiting):
+    """A turn of a session may replace tokens while the request waits."""
+    engine = waiting()
+    engine.add("r", PROMPT, resumable=True)
+    asking_side = engine.connector._scheduler._asking
+    steps(engine, 2)
+    [first] = asking_side._questions.values()
+    steps(engine, 1)
+    assert list(asking_side._questions.values()) == [first]
+    engine.requests["r"]._all_token_ids[3] = 9
+    steps(engine, 1)
+    assert first not in asking_side._questions.values()
+    engine.abort("r")
+    slow_of(engine).gate.set()
     engine.run_all()
 
 
@@ -253,13 +273,12 @@ def test_fault_17_aborted_while_its_chunks_travel(waiting):
 def test_fault_17_aborted_when_its_chunks_are_there(waiting):
     """Fault 17: answered and held, and then never scheduled."""
     engine = waiting(num_blocks=14)
+    start_big(engine)
     engine.add("r", PROMPT, max_tokens=1)
     steps(engine, 1)
-    engine.add("big", OTHER, max_tokens=12)
-    steps(engine, 2)
     slow_of(engine).gate.set()
-    wait_until(lambda: prefetcher_of(engine).num_lookups == 0)
-    steps(engine, 2)
+    wait_for_answer(engine)
+    steps(engine, 1)
     assert engine.client.check()[0].open_leases == 1, "held for the request, which has no blocks"
     reads = len(slow_of(engine).reads)
     steps(engine, 2)
@@ -285,12 +304,11 @@ def test_what_was_found_is_not_relied_upon_for_ever(waiting):
     """The worker's lease has a deadline; the scheduler asks again before it."""
     engine = waiting(num_blocks=14)
     side = engine.connector._scheduler
+    start_big(engine)
     engine.add("r", PROMPT, max_tokens=1)
     steps(engine, 1)
-    engine.add("big", OTHER, max_tokens=12)
-    steps(engine, 1)
     slow_of(engine).gate.set()
-    wait_until(lambda: prefetcher_of(engine).num_lookups == 0)
+    wait_for_answer(engine)
     steps(engine, 1)
     [question] = side._asking._questions.values()
     question.held_until = 0.0001
