@@ -51,8 +51,10 @@ def worker(tmp_path) -> Iterator[LookupWorker]:
 @contextmanager
 def client_of(worker: LookupWorker, timeout_s: float = 20.0) -> Iterator[LookupClient]:
     client = LookupClient([worker.path], timeout_s=timeout_s, prefetch_timeout_s=20.0)
-    yield client
-    client.close()
+    try:
+        yield client
+    finally:
+        client.close()
 
 
 @contextmanager
@@ -74,6 +76,12 @@ def ends_expired(client: LookupClient, worker: LookupWorker) -> bool:
     """Leases past their deadline go when the table is used: by any lookup that pins."""
     client.lookup("none", [1, 2, 3])
     return worker.ask("leases") == 0
+
+
+def found_by(client: LookupClient, lookup_id: str) -> int | None:
+    """What a lookup that was started has found; None: not yet."""
+    outcome = client.poll(lookup_id)
+    return None if outcome is None else int(outcome.found)
 
 
 def answers(client: LookupClient, tokens: list[int] = IN_MEMORY) -> bool:
@@ -133,7 +141,7 @@ def test_fault_28_malformed_messages_leave_the_server_as_it_was(tmp_path, form) 
                 assert answers(client)
             else:
                 client.start("s", IN_MEMORY)
-                wait_until(lambda: client.poll("s") == len(IN_MEMORY))
+                wait_until(lambda: found_by(client, "s") == len(IN_MEMORY))
                 client.unpin(["s"])
         while socket.poll(200):
             decode_reply(socket.recv())  # whatever it answers is a message
@@ -199,7 +207,7 @@ def test_a_thousand_lookups_that_wait_for_a_slow_tier(worker) -> None:
 
         def all_answered() -> bool:
             for lookup_id in list(waiting - found.keys()):
-                answer = client.poll(lookup_id)
+                answer = found_by(client, lookup_id)
                 if answer is not None:
                     found[lookup_id] = answer
             return found.keys() == waiting
