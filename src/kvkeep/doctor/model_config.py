@@ -15,6 +15,12 @@ from kvkeep.layout import DTYPE_SIZES, GroupLayout, KVLayout, MemoryFormat
 
 #: Keys that hold a language model's part in the config of a larger model.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
+#: What older configs call the same things.
+_OLD_NAMES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+}
 #: Kinds of layers that keep one entry per token, for all tokens.
 _FULL_KINDS = frozenset({"full_attention", "attention"})
 
@@ -107,19 +113,32 @@ def shape_of(config: Mapping[str, object], name: str) -> ModelShape:
         inner = config.get(key)
         if isinstance(inner, dict):
             part = {**config, **inner}
+    part = {**{new: part[old] for old, new in _OLD_NAMES.items() if old in part}, **part}
+    if part.get("is_encoder_decoder") is True:
+        raise ValueError("it is an encoder-decoder")
     num_layers = _number(part, "num_hidden_layers")
-    dtype = _dtype(part, config)
-    kinds = part.get("layer_types")
-    others: list[str] = []
-    if isinstance(kinds, list):
-        others = sorted({str(kind) for kind in kinds} - _FULL_KINDS)
+    dtype, others = _dtype(part, config), _other_layers(part)
     if part.get("kv_lora_rank") is not None:
         size = _number(part, "kv_lora_rank") + _number(part, "qk_rope_head_dim")
-        return ModelShape(name, num_layers, 1, size, False, dtype, tuple(others))
+        return ModelShape(name, num_layers, 1, size, False, dtype, others)
     heads = _number(part, "num_attention_heads")
-    kv_heads = _number(part, "num_key_value_heads", heads)
+    is_one = part.get("multi_query") is True and not part.get("new_decoder_architecture")
+    kv_heads = 1 if is_one else _number(part, "num_key_value_heads", heads)
     head_size = _number(part, "head_dim", 0) or _number(part, "hidden_size") // heads
-    return ModelShape(name, num_layers, kv_heads, head_size, True, dtype, tuple(others))
+    return ModelShape(name, num_layers, kv_heads, head_size, True, dtype, others)
+
+
+def _other_layers(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Kinds of layers that are no full attention."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return tuple(sorted({str(kind) for kind in kinds} - _FULL_KINDS))
+    if any(key.startswith(("mamba_", "ssm_")) for key in config):
+        return ("mamba",)
+    window = config.get("sliding_window")
+    if isinstance(window, int) and config.get("use_sliding_window", True):
+        return ("sliding_attention",)
+    return ()
 
 
 def _number(config: Mapping[str, object], key: str, default: int | None = None) -> int:

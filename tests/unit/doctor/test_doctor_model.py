@@ -46,6 +46,27 @@ def test_bytes_of_a_token(change, token_bytes):
     assert shape_of(LLAMA | change, "m").token_bytes == token_bytes
 
 
+@pytest.mark.parametrize(
+    "change, others",
+    [
+        ({"layer_types": ["full_attention"]}, ()),
+        ({"layer_types": ["full_attention", "linear_attention"]}, ("linear_attention",)),
+        ({"sliding_window": 4096}, ("sliding_attention",)),
+        ({"sliding_window": 4096, "use_sliding_window": False}, ()),
+        ({"sliding_window": None}, ()),
+        ({"mamba_d_state": 16}, ("mamba",)),
+    ],
+)
+def test_layers_that_are_no_full_attention(change, others):
+    assert shape_of(LLAMA | change, "m").other_layers == others
+
+
+def test_names_of_older_configs():
+    shape = shape_of({"n_layer": 12, "n_head": 12, "n_embd": 768}, "gpt2")
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_size) == (12, 12, 64)
+    assert shape_of(LLAMA | {"multi_query": True}, "m").num_kv_heads == 1
+
+
 def test_the_language_model_inside_of_a_larger_one():
     whole = {"text_config": LLAMA, "vision_config": {"num_hidden_layers": 2}}
     assert shape_of(whole, "m").token_bytes == 128 << 10
@@ -60,6 +81,7 @@ def test_the_language_model_inside_of_a_larger_one():
         (b"{}", "it has no 'num_hidden_layers'"),
         (json.dumps(LLAMA | {"num_hidden_layers": "many"}).encode(), "not a positive whole"),
         (json.dumps(LLAMA | {"torch_dtype": "float3"}).encode(), "known: float64"),
+        (json.dumps(LLAMA | {"is_encoder_decoder": True}).encode(), "encoder-decoder"),
     ],
 )
 def test_a_folder_without_a_usable_config(tmp_path, content, words):
