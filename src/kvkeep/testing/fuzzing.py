@@ -19,7 +19,7 @@ from pathlib import Path
 from kvkeep.errors import MissingExtraError
 
 #: Inputs are no longer, and a process takes no more memory; a parser that needs more has no bound.
-MAX_INPUT_BYTES, MAX_MEMORY_MB = 4096, 3072
+MAX_INPUT_BYTES, MAX_MEMORY_MB = 4096, 1024
 #: One input may take so long.
 INPUT_TIMEOUT_S = 20
 #: What is kept in the corpus is no longer.
