@@ -91,9 +91,14 @@ class Cases:
 
 
 @pytest.fixture(scope="session")
-def model_dir() -> Path:
-    """The model's folder."""
+def engine_environment() -> None:
+    """Environment variables of vLLM's."""
     _environment()
+
+
+@pytest.fixture(scope="session")
+def model_dir(engine_environment) -> Path:
+    """The model's folder."""
     given = os.environ.get("KVKEEP_TEST_MODEL")
     if given:
         return Path(given)
@@ -187,14 +192,18 @@ def socket_of(llm: Any, extra: dict[str, Any]) -> Path:
 
 @contextmanager
 def running_engine(
-    model_dir: Path, extra: dict[str, Any] | None, **engine_args: Any
+    model_dir: Path,
+    extra: dict[str, Any] | None,
+    transfer: dict[str, Any] | None = None,
+    **engine_args: Any,
 ) -> Iterator[Engine]:
-    """An engine; ``extra`` None runs it without kvkeep."""
+    """An engine; ``extra`` None runs it without kvkeep, ``transfer`` is told vLLM as well."""
     from vllm import LLM
 
     arguments: dict[str, Any] = ENGINE | engine_args
     if extra is not None:
-        arguments["kv_transfer_config"] = TRANSFER | {"kv_connector_extra_config": extra}
+        more = {"kv_connector_extra_config": extra, **(transfer or {})}
+        arguments["kv_transfer_config"] = TRANSFER | more
     llm = LLM(str(model_dir), **arguments)
     engine = Engine(llm)
     socket: Path | None = None
@@ -232,6 +241,12 @@ def reference(model_dir, cases) -> dict[Case, list[list[int]]]:
 def running(model_dir) -> Callable[..., Any]:
     """``with running(extra, **engine_args) as engine``."""
     return lambda extra, **args: running_engine(model_dir, extra, **args)
+
+
+@pytest.fixture(scope="session")
+def running_model(engine_environment) -> Callable[..., Any]:
+    """``with running_model(model_dir, extra, **engine_args) as engine``."""
+    return running_engine
 
 
 @pytest.fixture(scope="module")
