@@ -48,6 +48,9 @@ def doctor(
         Path | None,
         typer.Option(help="Folder of a model, or its config.json: checks its layout and size."),
     ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=1024, help="Ranks of the engine here (tensor parallelism).")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
     """Say what this machine and these settings can do, and what to change.
@@ -64,8 +67,8 @@ def doctor(
         loaded = resolve_settings(
             yaml_path=config, env=os.environ, extra=read_extra(extra), extra_origin="--extra"
         )
-        shape = None if model is None else read_model(model)
-        patient = Patient(loaded.settings, os.environ, shape)
+        shape = None if model is None else read_model(model).on_rank(ranks)
+        patient = Patient(loaded.settings, os.environ, shape, ranks)
         with Bar(Console(stderr=True)) as bar:
             sections = examine(patient, bar.report)
     changes, verdict = to_change(sections), worst(sections)

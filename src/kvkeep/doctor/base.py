@@ -11,6 +11,7 @@ from enum import IntEnum
 
 from kvkeep.config import Settings
 from kvkeep.doctor.model_config import ModelShape
+from kvkeep.memory.sizing import WorkerPlace
 
 #: (probes that are done, probes in all, what is being looked at).
 Report = Callable[[int, int, str], None]
@@ -68,12 +69,23 @@ class Patient:
     Attributes:
         settings: all settings.
         env: environment variables.
-        model: what the model's config says; None if no model was given.
+        model: what one rank keeps of the model; None if no model was given.
+        num_ranks: workers of the engine on this machine (tensor parallelism).
     """
 
     settings: Settings
     env: Mapping[str, str]
     model: ModelShape | None
+    num_ranks: int = 1
+
+    @property
+    def place(self) -> WorkerPlace:
+        """The worker that is examined: the first of its ranks."""
+        return WorkerPlace(
+            num_ranks=self.num_ranks,
+            num_local=self.num_ranks,
+            has_same_kv=self.model is not None and not self.model.has_values,
+        )
 
 
 @dataclass(frozen=True, slots=True)

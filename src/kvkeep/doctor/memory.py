@@ -6,6 +6,7 @@ The pool is really opened, as a worker opens its own, and closed again: nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 import torch
@@ -17,7 +18,7 @@ from kvkeep.errors import ConfigError
 from kvkeep.memory.huge_pages import TOPIC as HUGE_PAGES
 from kvkeep.memory.numa import TOPIC as NUMA
 from kvkeep.memory.report import AllocatorReport
-from kvkeep.memory.sizing import WorkerPlace, available_bytes
+from kvkeep.memory.sizing import available_bytes
 from kvkeep.opening_pool import open_pool
 
 #: Without a model, slots are as large as those of 256 tokens of an 8B model.
@@ -35,9 +36,10 @@ def pool(patient: Patient) -> Sequence[Finding]:
         values={"available_bytes": available, "total_bytes": total},
     )
     cpu = patient.settings.cpu
-    if cpu.size is not None and cpu.size > available:
-        return [memory, _too_large(cpu.size, available)]
-    place = WorkerPlace(cuda_device=0 if torch.cuda.is_available() else None)
+    ranks = patient.num_ranks
+    if cpu.size is not None and cpu.size * ranks > available:
+        return [memory, _too_large(cpu.size, available // ranks)]
+    place = replace(patient.place, cuda_device=0 if torch.cuda.is_available() else None)
     try:
         # a running engine may have shared memory of that name
         allocator, report = open_pool(
@@ -47,15 +49,14 @@ def pool(patient: Patient) -> Sequence[Finding]:
         advice = Advice("Change the settings of cpu.")
         return [memory, Finding("pool", str(error), Level.ERROR, advice)]
     allocator.close()
-    return [memory, _size(patient, report, available), *_choices(report)]
+    return [memory, _size(patient, report, available // ranks), *_choices(report)]
 
 
 def pool_bytes(patient: Patient) -> int:
     """Size of the pool that a worker would have, without its byte buffers."""
     cpu = patient.settings.cpu
-    place = WorkerPlace()
     allocator, report = open_pool(
-        cpu.model_copy(update={"shared_name": None}), place, _chunk_bytes(patient)
+        cpu.model_copy(update={"shared_name": None}), patient.place, _chunk_bytes(patient)
     )
     allocator.close()
     return report.size_bytes - (0 if cpu.allocator == "paged" else cpu.buffers)
@@ -70,7 +71,7 @@ def _chunk_bytes(patient: Patient) -> int:
 def _too_large(size: int, available: int) -> Finding:
     fitting = format_size(max(1, int(available * _GOOD_SHARE)) >> 30 << 30 or 512 << 20)
     advice = Advice(
-        f"Make the pool smaller than the {about_size(available)} that are available.",
+        f"Make the pool smaller than the {about_size(available)} that each rank can have.",
         f"cpu.size: {fitting}",
     )
     text = f"{about_size(size)} are set, {about_size(available)} are available"
@@ -81,7 +82,8 @@ def _size(patient: Patient, report: AllocatorReport, available: int) -> Finding:
     size = report.size_bytes
     why = report.choice("size").why
     values = {"bytes": size, "why": why, "report": report.lines()}
-    text = f"{about_size(size)} ({why})"
+    each = "" if patient.num_ranks == 1 else f"on each of {patient.num_ranks} ranks, "
+    text = f"{each}{about_size(size)} ({why})"
     good = format_size(int(available * _GOOD_SHARE) >> 30 << 30)
     if size > available * _MOST_SHARE:
         advice = Advice(

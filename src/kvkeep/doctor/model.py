@@ -35,6 +35,8 @@ def model(patient: Patient) -> Sequence[Finding]:
         f"{shape.name}: {shape.num_layers} layers, {heads} {shape.head_size}, {shape.dtype}; "
         f"{about_size(shape.token_bytes)} per token"
     )
+    if patient.num_ranks > 1:
+        text += f" on each of {patient.num_ranks} ranks"
     values = {
         "name": shape.name,
         "layers": shape.num_layers,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvkeep.errors import ConfigError
@@ -57,6 +57,12 @@ class ModelShape:
     def token_bytes(self) -> int:
         """Bytes that all layers keep for one token."""
         return self.num_layers * self.token_layer_bytes
+
+    def on_rank(self, num_ranks: int) -> ModelShape:
+        """What each of some ranks keeps: its share of the KV heads; a latent is whole on each."""
+        if not self.has_values:
+            return self
+        return replace(self, num_kv_heads=max(1, self.num_kv_heads // num_ranks))
 
     def layout(self, page_tokens: int) -> KVLayout:
         """The layout of an engine that keeps this KV in pages of ``page_tokens`` tokens."""

@@ -99,6 +99,15 @@ def test_a_pool_that_the_machine_does_not_have_is_an_error_with_one_it_has():
     assert size < psutil.virtual_memory().total
 
 
+def test_pools_of_several_ranks_must_fit_together():
+    available = memory.available_bytes()
+    settings = load_settings(extra={"cpu.size": f"{available // 4}B"})
+    alone = by_topic(memory.pool(Patient(settings, {}, None, 1)))
+    assert alone["pool"].level is not Level.ERROR
+    eight = by_topic(memory.pool(Patient(settings, {}, None, 8)))
+    assert eight["pool"].level is Level.ERROR
+
+
 def test_a_running_engine_s_shared_memory_is_not_touched():
     found = by_topic(memory.pool(patient(cpu__size="64MiB", cpu__shared_name="kvkeep-doctor-t")))
     assert found["pool"].level in (Level.FINE, Level.NOTE)

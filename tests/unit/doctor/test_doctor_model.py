@@ -135,3 +135,15 @@ def test_the_self_test_runs_on_the_layout_of_the_model():
 
 def test_without_a_model_nothing_is_said_about_one():
     assert probes.model(patient(None)) == probes.self_test(patient(None)) == []
+
+
+def test_each_rank_has_its_share_of_the_heads_and_of_the_memory():
+    shape = shape_of(LLAMA, "m")
+    assert shape.on_rank(4).token_bytes == 32 << 10
+    assert shape.on_rank(16).num_kv_heads == 1  # heads are copied where there are too few
+    latent = shape_of(LLAMA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "m")
+    assert latent.on_rank(8) == latent
+    settings = load_settings(extra={"cpu.size": "1GiB"})
+    found = by_topic(probes.model(Patient(settings, {}, shape.on_rank(4), 4)))
+    assert found["in memory"].values["tokens"] == 4 * 32 * 256
+    assert "on each of 4 ranks" in found["model"].text
