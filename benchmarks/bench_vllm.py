@@ -154,13 +154,13 @@ def _reference_row(warm: list[float], cold: list[float]) -> Row:
 
 
 def _mixed_rows(plain: Engine, kept: Engine, prompts: Prompts, repeats: int) -> list[Row]:
-    """16 requests at once, 256 to 1,936 tokens, 16 new each: all new, then half of them known."""
+    """16 requests at once, 128 to 1,088 tokens, 16 new each: all new, then half of them known."""
     new_with, new_without, known_with, known_without = [], [], [], []
     for _ in range(repeats):
-        batch = [prompts.new(256 + 112 * number) for number in range(16)]
+        batch = [prompts.new(128 + 64 * number) for number in range(16)]
         new_without.append(plain.ask(batch, 16)["total_s"] * 1e3)
         new_with.append(kept.ask(batch, 16)["total_s"] * 1e3)
-        half = batch[::2] + [prompts.new(256 + 112 * number) for number in range(1, 16, 2)]
+        half = batch[::2] + [prompts.new(128 + 64 * number) for number in range(1, 16, 2)]
         known_without.append(plain.ask(half, 16)["total_s"] * 1e3)
         known_with.append(kept.ask(half, 16)["total_s"] * 1e3)
     return [
