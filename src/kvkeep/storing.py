@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator
-from contextlib import ExitStack
 from itertools import groupby
 from types import TracebackType
 
@@ -57,9 +56,10 @@ class OpenStore:
         self._stops: dict[int, StoreStop] = {}  # by index of the chunk; the others are stored
         self._taken: list[tuple[int, int, int]] = []  # (index, start, end) of those with memory
         self._held = References()
-        self._way = ExitStack()  # while it is open, tiers hold their background work back
         self._seconds = 0.0
         self.copied_keys: list[ChunkKey] = []
+        # While it is open, tiers hold their background work back.
+        self._way = parts.storage_manager.make_way()
         try:
             self._reserve()
         except BaseException as error:
@@ -109,7 +109,6 @@ class OpenStore:
         """
         if not self._taken:
             return
-        self._way = self._parts.storage_manager.make_way()
         request = self._request
         started = time.perf_counter()
         try:
@@ -128,9 +127,12 @@ class OpenStore:
     def copy_layers(self) -> Generator[None, None, None] | None:
         """A copier that completes one layer per ``next()``; None if there is nothing to copy.
 
+        It may take as long as a forward pass, so tiers do not hold back what they do meanwhile.
+
         Raises:
             ValueError: the slot mapping or the caches are not what the engine's are.
         """
+        self._way.close()
         if not self._taken:
             return None
         request = self._request

@@ -7,11 +7,16 @@ import threading
 import pytest
 
 from kvkeep.backends.io.courtesy import Courtesy
+from kvkeep.config import load_settings
+from kvkeep.gpu.paged import PagedGPUConnector
+from kvkeep.identity import CacheIdentity
+from kvkeep.manager import CacheManager
 from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.storage.manager import StorageManager
 from kvkeep.testing.chunks import fill, make_keys, make_pool, put, wait_until
 from kvkeep.testing.disk import FaultyIO, make_disk
+from kvkeep.testing.paged_engine import PagedEngine
 
 WAIT_S = 20.0
 
@@ -103,3 +108,30 @@ def test_what_is_known_needs_no_call_of_the_disk(tier):
     assert disk.known_run(keys) == 2
     assert disk.known_run(keys[2:]) == 0
     assert io.calls == before
+
+
+def test_a_store_is_given_way_while_it_copies_and_no_longer(tmp_path, monkeypatch):
+    """Also if it fails half-way. A layerwise store lasts for a forward pass and asks for none."""
+    model = PagedEngine(num_pages=8)
+    tokens, pages = list(range(32)), range(8)
+    model.prefill(tokens, pages)
+    given = {"kvcaches": model.caches, "slot_mapping": model.slots(pages, 32)}
+    extra = {"chunk_size": 8, "cpu.size": "64KiB", "disk.path": str(tmp_path)}
+    identity = CacheIdentity("m", "1", model.layout, chunk_size=8)
+    connector, seen = PagedGPUConnector(model.layout), []
+
+    def from_gpu(self, *args, **kwargs):
+        seen.append(courtesy.give_way(0.01) > 0)
+        raise RuntimeError("the device failed")
+
+    with CacheManager.create(load_settings(env={}, extra=extra), identity, connector) as manager:
+        courtesy = manager.storage.storage_backends["LocalDiskBackend"]._courtesy
+        with monkeypatch.context() as patch:
+            patch.setattr(PagedGPUConnector, "batched_from_gpu", from_gpu)
+            assert manager.engine.store(tokens, **given).num_tokens == 0
+        assert seen == [True]
+        assert courtesy.give_way(0.01) == 0
+        layers = manager.engine.store_layer(tokens, **given)
+        next(layers)
+        assert courtesy.give_way(0.01) == 0
+        layers.close()
