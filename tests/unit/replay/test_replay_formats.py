@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 
@@ -65,26 +64,6 @@ def test_mooncake_s_form_is_still_read_and_blocks_have_a_size_by_form(tmp_path):
     assert read_workload(written(tmp_path, ["", line])).chunk_tokens == 512
     line = json.dumps({"prompt_token_ids": [0] * 512})
     assert len(read_workload(written(tmp_path, [line])).requests[0].keys) == 2
-
-
-def test_what_vllm_s_own_logger_writes_is_read(tmp_path, monkeypatch):
-    """The real class, so that a change of its words is noticed."""
-    module = pytest.importorskip("vllm.entrypoints.serve.utils.request_logger")
-    path = tmp_path / "log"
-    handler = logging.FileHandler(path)
-    monkeypatch.setattr(module.logger, "handlers", [handler])
-    monkeypatch.setattr(module.logger, "propagate", False)
-    monkeypatch.setattr(module.logger, "level", logging.DEBUG)
-    module.logger.manager._clear_cache()
-    try:
-        writer = module.RequestLogger(max_log_len=None)
-        writer.log_inputs("cmpl-1", 'it\'s\n"so"', PROMPTS[0], None, None, None)
-        writer.log_inputs("cmpl-2", None, PROMPTS[1], None, None, None)
-    finally:
-        handler.close()
-        module.logger.manager._clear_cache()
-    trace = read_workload(path, chunk_tokens=4)
-    assert [request.num_tokens for request in trace.requests] == [10, 11]
 
 
 @pytest.mark.parametrize(
