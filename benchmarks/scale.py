@@ -40,6 +40,8 @@ CHUNK_BYTES = 64
 PROMPT = 64  # chunks of one prompt
 THREADS = 64
 ROUNDS = 200
+#: What index, policy and allocator may take for one chunk.
+MEMORY_BYTES = 1024
 #: What a cost at the largest size may be of that at the smallest.
 FLAT = 2.0
 
@@ -218,9 +220,9 @@ def rows_of(found: list[Costs], disk: dict[int, tuple[float, float]]) -> list[Ro
     beside = large.threads_us / large.lookup_us
     what = f"look a chunk up, {THREADS} threads / one"
     rows.append(Row(what, large.threads_us, large.lookup_us, "us", beside, FLAT))
-    what = f"index memory of a chunk: {of}"
-    ratio = large.chunk_bytes / small.chunk_bytes
-    rows.append(Row(what, large.chunk_bytes, small.chunk_bytes, "B", ratio, None))
+    what = f"memory of a chunk in the index, {large.chunks:,} chunks"
+    ratio = large.chunk_bytes / MEMORY_BYTES
+    rows.append(Row(what, large.chunk_bytes, MEMORY_BYTES, "B", ratio, 1.0))
     if len(disk) > 1:
         few, many = min(disk), max(disk)
         ratio = disk[many][1] / disk[few][1]
