@@ -95,8 +95,7 @@ class Asking:
 
     def queue(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> None:
         """A request has come, and may have to wait for its turn."""
-        if self._prefetches:
-            self._queued[req_id] = (tracked, num_asked)
+        self._queued[req_id] = (tracked, num_asked)
 
     def ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> FoundTokens | None:
         """Tokens of the longest prefix that can be loaded; None: not yet.

@@ -96,6 +96,8 @@ class SchedulerSide:
 
     def arrived(self, request: Request) -> None:
         """A request was queued; its chunks may begin to travel before its turn comes."""
+        if not self._options.prefetches:
+            return
         tracked = self._track(request)
         num_asked = self._num_to_ask(request, tracked)
         if num_asked:
