@@ -89,7 +89,8 @@ class CpuSettings(Frozen):
     first_rank_size: SizeBytes | None = Field(
         None,
         description="Size of the pool of rank 0 where the KV is the same on every rank "
-        "(latent attention); the other ranks have `cpu.size`. Unset: `cpu.size`.",
+        "(latent attention). The other ranks need none then, unless "
+        "`ranks.save_only_first_rank` is off. Unset: `cpu.size`.",
     )
     reserve: SizeBytes | None = Field(
         None,
