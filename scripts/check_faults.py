@@ -72,7 +72,7 @@ FAULTS = {
     50: "The first use paid for committing all memory",
 }
 #: What this version of kvkeep can have; the others wait for the tiers that can have them.
-REQUIRED = {*range(1, 23), *range(25, 32), 45, 46, 47, 49}
+REQUIRED = {*range(1, 23), *range(25, 32), *range(33, 36), *range(37, 42), 43, 44, 45, 46, 47, 49}
 
 _NAMED = re.compile(r"\bFaults? (\d+(?:(?:, | and |, and )\d+)*)")
 

@@ -17,6 +17,7 @@ from kvkeep.config.store_url import RemoteURL
 from kvkeep.errors import BackendError, BackendTimeoutError, ConfigError
 from kvkeep.testing.chunks import wait_until
 from kvkeep.testing.servers.certificates import make_certificates
+from kvkeep.testing.servers.proxy import Weather, tcp_proxy
 from kvkeep.testing.servers.redis import (
     RedisOptions,
     redis_cluster,
@@ -251,6 +252,22 @@ def test_a_restarted_server_is_noticed():
         connector.put(NAMES[:1], [value], WAIT_S)
         server.process.restart()
         assert read(connector, NAMES[:1]) == [bytes_of_value(value)]
+        connector.close()
+
+
+def test_after_a_failure_no_old_connection_is_used(server):
+    """All idle ones may be dead without saying so: behind a network that lost them."""
+    with tcp_proxy(server.port) as proxy:
+        connector = connect(f"redis://:hush@127.0.0.1:{proxy.port}")
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda _: connector.sizes(NAMES, WAIT_S), range(8)))
+        before = proxy.connections
+        proxy.weather = Weather(stalled=True)
+        with pytest.raises(BackendTimeoutError):
+            connector.sizes(NAMES, 0.3)
+        proxy.weather = Weather()
+        connector.sizes(NAMES, WAIT_S)
+        assert proxy.connections == before + 1
         connector.close()
 
 

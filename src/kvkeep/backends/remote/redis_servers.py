@@ -60,8 +60,9 @@ class RedisServers(ABC):
     def client(self) -> redis.Redis | RedisCluster:
         """The library's own client, for what is rare."""
 
-    def forget(self) -> None:  # noqa: B027 - most have nothing to forget
-        """A server failed: ask anew where everything is, before the next call."""
+    @abstractmethod
+    def forget(self) -> None:
+        """A server failed: close idle connections, which may be dead, too; look around anew."""
 
     @abstractmethod
     def close(self) -> None:
@@ -87,6 +88,10 @@ class OneServer(RedisServers):
     def client(self) -> redis.Redis:
         """Over the same connections."""
         return redis.Redis(connection_pool=self._pool)
+
+    def forget(self) -> None:
+        """Close idle connections."""
+        self._pool.disconnect(inuse_connections=False)
 
     def close(self) -> None:
         """End all connections."""
@@ -133,9 +138,12 @@ class Cluster(RedisServers):
             yield self._pool_of(client, node), indexes
 
     def forget(self) -> None:
-        """Ask for the slots again."""
+        """Close idle connections, and ask for the slots again before the next call."""
         with self._lock:
-            self._is_stale = True
+            self._is_stale, client = True, self._client
+        for node in client.get_nodes() if client is not None else ():
+            if node.redis_connection is not None:
+                node.redis_connection.connection_pool.disconnect(inuse_connections=False)
 
     def close(self) -> None:
         """End all connections."""
