@@ -42,13 +42,16 @@ def run(repeats: int) -> list[Row]:
 
 
 def _key_rows(made: Made, ids: list[int], repeats: int) -> list[Row]:
-    identity = made.identity
     flat = np.array(ids, dtype=np.int64)
     data = array("I", ids).tobytes()
     grown = [*ids, *range(CHUNK)]
 
+    database = ChunkedTokenDatabase(made.identity)
+    database.process_tokens([1])  # makes the root, once for an engine
+
     def fresh(tokens: object) -> None:
-        ChunkedTokenDatabase(identity).process_tokens(tokens)
+        database.forget()
+        database.process_tokens(tokens)
 
     def plain() -> bytes:
         return plain_chain(array("I", ids).tobytes())
