@@ -15,6 +15,8 @@ from kvkeep.testing.rank_processes import Loaded, Point, Ranks, running_ranks
 TOKENS = list(range(100, 148))  # six chunks
 #: ``KVKEEP_STALL_SECONDS`` gives stops of that length.
 STALL_S = float(os.environ.get("KVKEEP_STALL_SECONDS", "1.5"))
+#: At so many moments ranks are stopped or killed; the rest of them is left out.
+NUM_POINTS = int(os.environ.get("KVKEEP_STRESS_KILLS", "100"))
 TIMEOUT_S = 0.6
 #: Two timeouts, and what a busy machine adds.
 DEADLINE_S = 2 * TIMEOUT_S + 10
@@ -32,6 +34,12 @@ FIRST_SHARED = [
 ]
 FIRST_OWN = [point for point in FIRST_SHARED if point[0] != "send Plan"] + FIRST_SHARED[:2]
 OTHER = [("copy", False), ("copy", True), ("send Done", False), ("send Done", True)]
+
+
+def some(points: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Evenly spread, as many as are wanted; all by default."""
+    step = max(1, -(-2 * len(points) // NUM_POINTS))
+    return points[step // 2 :: step]
 
 
 def load_with(ranks: Ranks, req_id: str, who: int, point: Point) -> dict[int, Loaded]:
@@ -84,8 +92,9 @@ def test_fault_36_a_stopped_rank_holds_nobody_up(tmp_path, is_shared) -> None:
     """Fault 36: stopped at every moment of a load; all agree, also the one that wakes up later."""
     with running_ranks(tmp_path, num_ranks=3, is_shared=is_shared, timeout_s=TIMEOUT_S) as ranks:
         ranks.all("fill", TOKENS)
-        stop_everywhere(ranks, FIRST_SHARED if is_shared else FIRST_OWN, 0)
-        stop_everywhere(ranks, OTHER, 1)
+        first = FIRST_SHARED if is_shared else FIRST_OWN
+        for who, points in ((0, first), (1, OTHER)):
+            stop_everywhere(ranks, some(points), who)
 
 
 @pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "own"])
@@ -95,7 +104,7 @@ def test_fault_36_and_24_a_killed_rank_holds_nobody_up(tmp_path, is_shared) -> N
         ranks.all("fill", TOKENS)
         first = FIRST_SHARED if is_shared else FIRST_OWN
         for who, points in ((0, first), (1, OTHER)):
-            for name, is_after in points:
+            for name, is_after in some(points):
                 label = f"{who} {name} {is_after}"
                 ranks.call(0, "lookup", TOKENS, label)
                 answers = load_with(ranks, label, who, Point(name, is_after, "kill"))

@@ -20,6 +20,7 @@ from kvkeep.memory.factory import initialize_allocator
 from kvkeep.metrics import Metrics
 from kvkeep.policy.names import create_policy
 from kvkeep.storage.manager import StorageManager
+from kvkeep.storage.prefetch import PrefetchOptions
 from kvkeep.testing.paged_engine import PagedEngine
 from kvkeep.tokens import ChunkedTokenDatabase
 
@@ -53,6 +54,7 @@ class EngineRig:
         connector: Callable[[KVLayout], GPUConnectorInterface] = PagedGPUConnector,
         tiers: Sequence[Callable[[AllocatorBackendInterface], StorageBackendInterface]] = (),
         remove_after_retrieve: bool = False,
+        prefetching: PrefetchOptions | None = None,
     ) -> None:
         """Build it; the caches are not registered.
 
@@ -68,6 +70,7 @@ class EngineRig:
             connector: makes the connector.
             tiers: make further tiers from the first one.
             remove_after_retrieve: chunks are removed once they were loaded.
+            prefetching: bounds of lookups that are answered later.
         """
         self.model = PagedEngine(num_pages=num_pages, num_layers=num_layers)
         layout = self.model.layout
@@ -85,6 +88,7 @@ class EngineRig:
             allocator_backend=self.cpu,
             metrics=self.metrics,
             lease_timeout_s=lease_timeout_s,
+            prefetching=prefetching,
         )
         identity = CacheIdentity("rig", "1", layout, chunk_size=chunk_size)
         self.connector = connector(layout)

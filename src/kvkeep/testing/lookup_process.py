@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from kvkeep.lookup.server import LookupServer
+from kvkeep.storage.prefetch import PrefetchOptions
 from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.testing.slow import SlowBackend
 
@@ -28,6 +29,8 @@ from kvkeep.testing.slow import SlowBackend
 IN_MEMORY = list(range(100, 148))
 BELOW = list(range(500, 548))
 SLOW = "SlowBackend"
+#: A lookup that waits for the slow tier is answered by then.
+PREFETCH_S = 3.0
 _ANSWER_S = 30.0
 
 
@@ -36,7 +39,10 @@ class _Worker:
 
     def __init__(self, path: Path, lease_timeout_s: float) -> None:
         self.rig = EngineRig(
-            pool_chunks=64, lease_timeout_s=lease_timeout_s, tiers=[SlowBackend]
+            pool_chunks=64,
+            lease_timeout_s=lease_timeout_s,
+            tiers=[SlowBackend],
+            prefetching=PrefetchOptions(timeout_s=PREFETCH_S),
         ).__enter__()
         self.rig.fill(BELOW)
         self.rig.fill(IN_MEMORY)
