@@ -60,7 +60,7 @@ def test_hits_are_counted_by_tier() -> None:
 
 def test_a_tier_that_pins_and_then_fails_keeps_no_pin() -> None:
     """Fault 17: its chunks belong to no answer, so nobody would ever unpin them."""
-    fault = Fault("contains", FaultKind.RAISE_AFTER, 1)
+    fault = Fault("contains", FaultKind.RAISE_AFTER)
     with EngineRig(tiers=[lambda first: FaultyBackend(DictBackend(first), [fault])]) as rig:
         rig.fill(TOKENS)
         rig.storage.clear(["LocalCPUBackend"])
