@@ -147,7 +147,8 @@ _SPECS = (
         "kvkeep_tier_skipped_tokens",
         "tokens",
         "Tokens for which a tier was not asked, although it may have them.",
-        "The tier is expected to load them in more time than the engine needs to compute them.",
+        "A lookup, also one that asks again for a prompt that waits, left a tier out because "
+        "loading is expected to take longer than computing.",
         "tier",
         "cause",
     ),
