@@ -1,6 +1,8 @@
 """MooncakeClient: the library's client, opened when it is needed, and what its answers mean.
 
-Every method blocks, for how long nobody knows: they are for threads of UnendingCalls.
+Every method blocks, for how long nobody knows: they are for threads of UnendingCalls. Opening and
+closing a client hold the interpreter's lock as well, for minutes if the master is frozen, so both
+begin with a look whether it runs.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ _NO_SPACE, _NOT_FOUND, _TRANSFER_FAILED = -200, -704, -800
 #: Not there any more, not complete, or evicted while it was read.
 _MISSES = frozenset({_NOT_FOUND, -703, -707})
 _REFUSALS = {_NO_SPACE: Refusal.FULL, -600: Refusal.TOO_LARGE}
+
+#: Clients whose master did not run when they were closed. Their end would wait for it, so it is put
+#: off to the end of the process.
+_LEFT_OPEN: list[MooncakeDistributedStore] = []
 
 
 class MooncakeError(ConnectionError):
@@ -72,7 +78,6 @@ class MooncakeClient:
 
     def _open(self) -> MooncakeDistributedStore:
         options = self._options
-        # the library tries for minutes; a master that is not there is noticed here
         hostname = options.reach_master(self._connect_timeout_s)
         client = MooncakeDistributedStore()
         code = client.setup(
@@ -91,11 +96,17 @@ class MooncakeClient:
         return client
 
     def close(self) -> None:
-        """Leave the pool. Never while a call is running."""
+        """Leave the pool, if its master runs. Never while a call is running."""
         with self._opening:
             self._is_closed = True
             client, self._client = self._client, None
-        if client is not None:
+        if client is None:
+            return
+        try:
+            self._options.reach_master(self._connect_timeout_s)
+        except OSError:
+            _LEFT_OPEN.append(client)
+        else:
             client.close()
 
 

@@ -92,13 +92,18 @@ class MooncakeOptions:
         return f"{self.host}:{self.port}"
 
     def reach_master(self, timeout_s: float) -> str:
-        """Make sure that something listens there; the address of this machine on the way to it.
+        """Make sure that a master runs there; the address of this machine on the way to it.
+
+        It is asked for nothing: a server that runs ends a connection that its client has ended, and
+        one that is frozen does not.
 
         Raises:
-            OSError: nothing does, or it takes too long.
+            OSError: it does not, within ``timeout_s``.
         """
         with socket.create_connection((self.host, self.port), timeout_s) as sock:
             address: str = sock.getsockname()[0]
+            sock.shutdown(socket.SHUT_WR)
+            sock.recv(1)
         return self.local_hostname or address
 
 
