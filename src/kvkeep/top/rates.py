@@ -152,7 +152,7 @@ def _state(tier: str, samples: Sequence[Sample]) -> str:
             one.largest("kvkeep_breaker_open", tier=tier, direction=direction) for one in samples
         )
     ]
-    return f"no {' or '.join(open_ones)}s" if open_ones else "ok"
+    return "no " + " or ".join(f"{one}s" for one in open_ones) if open_ones else "ok"
 
 
 def _failures(samples: Sequence[Sample]) -> tuple[tuple[str, int], ...]:
