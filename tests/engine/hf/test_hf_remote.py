@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvkeep.testing.servers.mooncake import mooncake_pool
+from kvkeep.testing.servers.process import library_environment
 from kvkeep.testing.servers.redis import RedisOptions, redis_server
+from kvkeep.testing.servers.s3 import s3_server
 
 pytestmark = pytest.mark.engine
 
@@ -81,6 +84,7 @@ def in_a_process(model_dir, prompts, url, **settings):
         "cpu.size": "64MiB",
         "remote.url": url,
         "lookup.timeout": "20s",
+        "cost.enabled": False,  # a model as tiny as this computes faster than a busy store loads
         **settings,
     }
     job = {
@@ -106,17 +110,46 @@ def check_in_turn(model_dir, prompts, plain, url, **settings):
     assert second == [[tokens, found] for tokens, found in zip(plain, expected, strict=True)]
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_two_processes_over_a_shared_directory(model_dir, prompts, plain, tmp_path, codec):
-    """What one machine computed another one finds, with the same tokens."""
-    check_in_turn(model_dir, prompts, plain, f"file://{tmp_path}", **{"remote.codec": codec})
+def test_two_processes_over_a_shared_directory(model_dir, prompts, plain, tmp_path):
+    """What one machine computed another one finds, compressed without loss: the same tokens."""
+    check_in_turn(model_dir, prompts, plain, f"file://{tmp_path}", **{"remote.codec": "zstd"})
 
 
 def test_two_processes_over_redis_and_then_without_it(model_dir, prompts, plain):
-    """The same over Redis with a password; and with a server that is gone, the same tokens."""
+    """The same over Redis with a password; with a server that is frozen or gone, the same tokens.
+
+    Faults 33, 34: requests end by their deadlines, and find what memory has.
+    """
     with redis_server(RedisOptions(password="hush")) as server:
         check_in_turn(model_dir, prompts, plain, server.url)
+        twice, expected = [*prompts, *prompts], [*plain, *plain]
+        found = [0] * len(prompts) + [CHUNK * length for length in LENGTHS]
+        server.process.stop()
+        frozen = in_a_process(model_dir, twice, server.url, **{"lookup.timeout": "1s"})
+        server.process.cont()
         server.process.kill()
-        alone = in_a_process(model_dir, prompts, server.url)
-        assert alone == [[tokens, 0] for tokens in plain]
+        gone = in_a_process(model_dir, twice, server.url)
+        for answers in (frozen, gone):
+            assert answers == [[*one] for one in zip(expected, found, strict=True)]
         server.process.start()
+
+
+def test_two_processes_over_an_object_store(model_dir, prompts, plain):
+    """The same over S3."""
+    with s3_server() as server:
+        check_in_turn(model_dir, prompts, plain, server.url())
+
+
+def test_two_processes_over_mooncake(model_dir, prompts, plain, monkeypatch):
+    """The same over Mooncake Store; then its master is frozen, and requests go on."""
+    with mooncake_pool() as pool:
+        # a process that is started finds its libraries so, if they are not the system's
+        for name, value in library_environment().items():
+            monkeypatch.setenv(name, value)
+        check_in_turn(model_dir, prompts, plain, pool.url())
+        twice, expected = [*prompts, *prompts], [*plain, *plain]
+        found = [0] * len(prompts) + [CHUNK * length for length in LENGTHS]
+        pool.master.stop()
+        frozen = in_a_process(model_dir, twice, pool.url(), **{"lookup.timeout": "1s"})
+        pool.master.cont()
+        assert frozen == [[*one] for one in zip(expected, found, strict=True)]
