@@ -26,10 +26,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CHUNK, NUM_CHUNKS = 256, 8
+CHUNK, NUM_CHUNKS = 256, 24
 SECONDS_PER_CHUNK = 0.2
 #: Tokens that the running request has before the other one comes, and in all.
-BEFORE, IN_ALL = 120, 420
+BEFORE, IN_ALL = 200, 700
 SLOW = {
     "plugins": [
         {
@@ -62,7 +62,7 @@ def make_model(folder: Path) -> None:
         num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=4096,
+        max_position_embeddings=8192,
     ).save_pretrained(folder)
 
 
@@ -78,7 +78,7 @@ def serve(name: str, folder: str) -> dict[str, Any]:
         dtype="float32",
         enforce_eager=True,
         enable_prefix_caching=False,
-        max_model_len=4096,
+        max_model_len=8192,
         max_num_seqs=seats,
         kv_transfer_config={
             "kv_connector": "KVKeepConnector",

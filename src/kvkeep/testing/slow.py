@@ -59,15 +59,15 @@ class SlowBackend(DictBackend, StoragePluginInterface):
             raise ConfigError(f"seconds_per_chunk must be a number, got {dict(settings)}")
         return cls(allocator_backend, seconds_per_chunk=float(seconds))
 
-    def batched_get_blocking(self, keys: Sequence[ChunkKey]) -> list[MemoryObj | None]:
-        """Wait, then read; see the interface."""
+    def _load(self, keys: Sequence[ChunkKey], *, busy_loop: bool) -> list[MemoryObj | None]:
+        """Wait, then read; for gets, and for lookups that pin what they find."""
         self.reads.append(list(keys))
         deadline = time.monotonic() + _GATE_TIMEOUT_S
         while not self.gate.wait(0.05) and not self._closing.is_set():
             if time.monotonic() > deadline:
                 return [None] * len(keys)
         self._closing.wait(self.seconds_per_chunk * len(keys))
-        return super().batched_get_blocking(keys)
+        return super()._load(keys, busy_loop=busy_loop)
 
     def close(self) -> None:
         """End all waits and let the chunks go."""
