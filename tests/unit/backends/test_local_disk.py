@@ -190,7 +190,9 @@ def test_a_pinning_lookup_does_not_read_what_the_cpu_tier_has(pool, open_disk):
     put(pool, pool, KEYS[2:5])
     lease = Lease("request", time.monotonic() + 60)
     assert disk.batched_contains(KEYS, pin=lease) == 8
-    loaded = metrics.snapshot()['kvkeep_transfer_bytes_sum{tier="LocalDiskBackend",direction="load"}']
+    loaded = metrics.snapshot()[
+        'kvkeep_transfer_bytes_sum{tier="LocalDiskBackend",direction="load"}'
+    ]
     assert loaded == 5 * CHUNK_BYTES
     assert pool.memcheck().num_objects == 8
     assert check_found(KEYS, [lease.get(key) for key in KEYS]) == [True] * 8
