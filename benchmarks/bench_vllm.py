@@ -118,7 +118,7 @@ def memory_rows(repeats: int) -> list[Row]:
     prompts = Prompts(11)
     with (
         closing(Engine({"kvkeep": None})) as plain,
-        closing(Engine({"kvkeep": {"cpu.size": "4GiB", "cpu.prefault": "1GiB"}})) as kept,
+        closing(Engine({"kvkeep": {"cpu.size": "3GiB", "cpu.prefault": "3GiB"}})) as kept,
     ):
         for engine in (plain, kept):
             engine.ask([prompts.new(300)])
@@ -188,7 +188,7 @@ def restart_rows(repeats: int) -> list[Row]:
     """The first request for a prompt after a restart: from disk, and from Redis."""
     prompts = Prompts(12)
     folder = Path(tempfile.mkdtemp(prefix="kvkeep-bench-"))
-    memory = {"cpu.size": "2GiB", "cpu.prefault": "1GiB"}
+    memory = {"cpu.size": "2GiB", "cpu.prefault": "2GiB"}
     disk = {"disk.path": str(folder), "disk.size": "20GiB"}
     rows: list[Row] = []
     with ExitStack() as stack:
