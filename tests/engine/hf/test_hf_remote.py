@@ -137,7 +137,7 @@ def test_two_processes_over_redis_and_then_without_it(model_dir, prompts, plain)
 def test_two_processes_over_an_object_store(model_dir, prompts, plain):
     """The same over S3."""
     with s3_server() as server:
-        check_in_turn(model_dir, prompts, plain, server.url())
+        check_in_turn(model_dir, prompts, plain, server.url(), **{"cost.enabled": False})
 
 
 def test_two_processes_over_mooncake(model_dir, prompts, plain, monkeypatch):
@@ -146,7 +146,7 @@ def test_two_processes_over_mooncake(model_dir, prompts, plain, monkeypatch):
         # a process that is started finds its libraries so, if they are not the system's
         for name, value in library_environment().items():
             monkeypatch.setenv(name, value)
-        check_in_turn(model_dir, prompts, plain, pool.url())
+        check_in_turn(model_dir, prompts, plain, pool.url(), **{"cost.enabled": False})
         twice, expected = [*prompts, *prompts], [*plain, *plain]
         found = [0] * len(prompts) + [CHUNK * length for length in LENGTHS]
         pool.master.stop()

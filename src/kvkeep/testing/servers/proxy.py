@@ -11,10 +11,13 @@ import contextlib
 import random
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from kvkeep.testing.servers.process import ServerProcess, accepts, free_port
 
 #: Most bytes that are read at once.
 PIECE_BYTES = 256 * 1024
@@ -51,10 +54,12 @@ class TcpProxy:
     passed in both directions, ``connections`` what was accepted.
     """
 
-    def __init__(self, target_port: int, weather: Weather | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self, target_port: int, weather: Weather | None = None, *, port: int = 0, seed: int = 0
+    ) -> None:
         self.target_port = target_port
         self.weather = weather or Weather()
-        self.port = 0
+        self.port = port
         self.forwarded_bytes = 0
         self.connections = 0
         self._chance = random.Random(seed)
@@ -94,7 +99,7 @@ class TcpProxy:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
         self.port = server.sockets[0].getsockname()[1]
         self._listening.set()
         await self._done.wait()
@@ -193,3 +198,22 @@ def tcp_proxy(target_port: int, weather: Weather | None = None) -> Iterator[TcpP
         yield proxy
     finally:
         proxy.close()
+
+
+#: A proxy as a process: for clients that hold the interpreter's lock while they wait.
+_PROCESS = """
+import sys, threading
+from kvkeep.testing.servers.proxy import TcpProxy, Weather
+port, target_port, delay_s = sys.argv[1:]
+TcpProxy(int(target_port), Weather(delay_s=float(delay_s)), port=int(port)).start()
+threading.Event().wait()
+"""
+
+
+@contextmanager
+def slow_proxy_process(target_port: int, delay_s: float) -> Iterator[int]:
+    """The port of a proxy that runs in a process of its own, ended with the block."""
+    port = free_port()
+    command = [sys.executable, "-c", _PROCESS, str(port), str(target_port), str(delay_s)]
+    with ServerProcess("proxy", command, lambda: accepts(port)):
+        yield port
