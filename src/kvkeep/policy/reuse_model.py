@@ -23,9 +23,9 @@ dynamic allocation indices", 1979; the use of age and class is that of Beckmann,
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from operator import add, sub
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ NUM_BUCKETS = len(_EDGES)
 #: Bucket of each age in epochs.
 BUCKET_OF_AGE: tuple[int, ...] = tuple(bisect_right(_EDGES, age) - 1 for age in range(NUM_AGES))
 
+_AGES = np.arange(NUM_AGES)
+
 Matrix = NDArray[np.float64]
 
 
@@ -66,10 +68,14 @@ class ReuseModel:
         self._odds = np.asarray(group_odds, dtype=np.float64)
         self._uses = np.zeros((num_classes, NUM_BUCKETS))
         self._exposure = np.zeros((num_classes, NUM_BUCKETS))
-        self._new_uses = [[0] * NUM_BUCKETS for _ in range(num_classes)]
-        # chunks that wait for their next use, by epoch (modulo NUM_AGES) of the last one and class
-        self._waiting = [[0] * num_classes for _ in range(NUM_AGES)]
-        self._waiting_at = [[0] * num_classes for _ in range(NUM_BUCKETS)]  # by bucket of the age
+        # Counts are kept in flat arrays, which a single update is quick in, and seen as matrices.
+        # Uses in the current epoch, by class and bucket of the age.
+        self._new_uses = array("q", bytes(8 * num_classes * NUM_BUCKETS))
+        self._new_uses_seen = _seen(self._new_uses, NUM_BUCKETS)
+        # Chunks that wait for their next use, by epoch (modulo NUM_AGES) of the last one and class.
+        self._waiting = array("q", bytes(8 * NUM_AGES * num_classes))
+        self._waiting_seen = _seen(self._waiting, num_classes)
+        self._num_classes = num_classes
         self._epoch = 0
         edges = np.array((*_EDGES, NUM_AGES), dtype=np.float64)
         self._widths: Matrix = np.diff(edges)
@@ -78,8 +84,7 @@ class ReuseModel:
 
     def start_waiting(self, chunk_class: int) -> None:
         """A chunk was used, or came, in this epoch."""
-        self._waiting[self._epoch % NUM_AGES][chunk_class] += 1
-        self._waiting_at[0][chunk_class] += 1
+        self._waiting[self._epoch % NUM_AGES * self._num_classes + chunk_class] += 1
 
     def stop_waiting(self, chunk_class: int, age: int, *, used: bool) -> None:
         """A chunk does not wait any more: it was used again, or it was forgotten.
@@ -91,29 +96,26 @@ class ReuseModel:
         """
         if age >= NUM_AGES:
             return
-        bucket = BUCKET_OF_AGE[age]
-        self._waiting[(self._epoch - age) % NUM_AGES][chunk_class] -= 1
-        self._waiting_at[bucket][chunk_class] -= 1
+        self._waiting[(self._epoch - age) % NUM_AGES * self._num_classes + chunk_class] -= 1
         if used:
-            self._new_uses[chunk_class][bucket] += 1
+            self._new_uses[chunk_class * NUM_BUCKETS + BUCKET_OF_AGE[age]] += 1
 
     def end_epoch(self) -> None:
         """Everything that waits becomes an epoch older. The first epoch of a wait never counts."""
-        self._uses += self._new_uses
-        self._exposure[:, 1:] += np.asarray(self._waiting_at[1:], dtype=np.float64).T
+        self._uses += self._new_uses_seen
+        self._exposure[:, 1:] += self.waiting_by_bucket()[1:].T
         keep = 1 - 1 / (_MEMORY_TURNOVERS * EPOCHS_PER_TURNOVER)
         self._uses *= keep
         self._exposure *= keep
-        self._new_uses = [[0] * NUM_BUCKETS for _ in self._new_uses]
+        self._new_uses_seen[:] = 0
         self._epoch += 1
-        for bucket, edge in enumerate((*_EDGES[1:], NUM_AGES)):
-            moved = self._waiting[(self._epoch - edge) % NUM_AGES]
-            here = self._waiting_at[bucket]
-            self._waiting_at[bucket] = list(map(sub, here, moved))
-            if bucket + 1 < NUM_BUCKETS:
-                there = self._waiting_at[bucket + 1]
-                self._waiting_at[bucket + 1] = list(map(add, there, moved))
-        self._waiting[self._epoch % NUM_AGES] = [0] * len(self._groups)
+        self._waiting_seen[self._epoch % NUM_AGES] = 0
+
+    def waiting_by_bucket(self) -> NDArray[np.int64]:
+        """Chunks that wait for their next use, by bucket of their age and class."""
+        by_age = self._waiting_seen[(self._epoch - _AGES) % NUM_AGES]
+        counts: NDArray[np.int64] = np.add.reduceat(by_age, _EDGES, axis=0)
+        return counts
 
     def hazards(self, num_chunks: int) -> Matrix:
         """The estimated hazards, by class and bucket of age.
@@ -153,6 +155,11 @@ class ReuseModel:
             index[:, start] = (plans[0, :, start:] / plans[1, :, start:]).max(axis=1)
         table: list[list[float]] = index.tolist()
         return table
+
+
+def _seen(counts: array[int], width: int) -> NDArray[np.int64]:
+    """The same memory as a matrix with rows of ``width``."""
+    return np.frombuffer(counts, np.int64).reshape(-1, width)
 
 
 def _lean(uses: Matrix, exposure: Matrix, like: Matrix, odds: Matrix, weight: float) -> Matrix:

@@ -78,8 +78,8 @@ def test_what_was_learned_fades():
 def test_waiting_counts_balance():
     model = ReuseModel((0, 0), (1.0,))
     learn(model, 1, lambda chance: chance.choice([3, 40, 100]), epochs=400)
-    assert all(number >= 0 for row in model._waiting for number in row)
-    assert sum(map(sum, model._waiting)) == sum(map(sum, model._waiting_at))
+    assert all(number >= 0 for number in model._waiting)
+    assert sum(model._waiting) == model.waiting_by_bucket().sum()
 
 
 def test_classes_cover_their_range():

@@ -96,9 +96,9 @@ def test_what_is_remembered_is_bounded():
         if number >= 100:
             run.evict(*run.candidates(1))
     assert len(run.policy._gone) == 800
-    waiting = sum(map(sum, run.policy._model._waiting))
+    waiting = sum(run.policy._model._waiting)
     assert waiting <= 900
-    assert waiting == sum(map(sum, run.policy._model._waiting_at))
+    assert waiting == run.policy._model.waiting_by_bucket().sum()
 
 
 @given(
