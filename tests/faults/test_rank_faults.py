@@ -4,6 +4,7 @@ ranks say the same."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 
@@ -17,6 +18,8 @@ TOKENS = list(range(100, 148))  # six chunks
 STALL_S = float(os.environ.get("KVKEEP_STALL_SECONDS", "1.5"))
 #: At so many moments ranks are stopped or killed; the rest of them is left out.
 NUM_POINTS = int(os.environ.get("KVKEEP_STRESS_KILLS", "100"))
+#: How long ranks are stopped at random.
+STRESS_S = float(os.environ.get("KVKEEP_STRESS_SECONDS", "10"))
 TIMEOUT_S = 0.6
 #: Two timeouts, and what a busy machine adds.
 DEADLINE_S = 2 * TIMEOUT_S + 10
@@ -199,3 +202,28 @@ def test_a_rank_that_comes_later_is_let_in(tmp_path) -> None:
         ranks.start(1)
         wait_until(lambda: ranks.call(0, "lookup", TOKENS) == len(TOKENS))
         check_works(ranks, "both")
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "own"])
+def test_fault_36_stops_at_random_moments(tmp_path, is_shared) -> None:
+    """Fault 36: a random rank, at a random moment, for shorter and longer than the deadlines."""
+    pick = random.Random(36)
+    end = time.monotonic() + STRESS_S
+    outcomes: set[int] = set()
+    with running_ranks(tmp_path, num_ranks=3, is_shared=is_shared, timeout_s=0.05) as ranks:
+        ranks.all("fill", TOKENS)
+        number = 0
+        while time.monotonic() < end:
+            number += 1
+            for rank in range(3):
+                ranks.ask(rank, "load", TOKENS, f"r{number}", None, False)
+            who = pick.randrange(3)
+            time.sleep(pick.random() * 0.012)
+            ranks.send_signal(who, signal.SIGSTOP)
+            time.sleep(pick.choice((0.0, 0.002, 0.04, 0.06, 0.11, 0.2)))
+            ranks.send_signal(who, signal.SIGCONT)
+            answers = {rank: ranks.answer(rank, DEADLINE_S) for rank in range(3)}
+            check_agreed(answers)
+            outcomes.add(sum(answers[0].mask))
+            ranks.wait_whole()
+    assert outcomes == {0, len(TOKENS)}
