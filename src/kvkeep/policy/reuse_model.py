@@ -142,18 +142,20 @@ class ReuseModel:
 
     def indices(self, num_chunks: int) -> list[list[float]]:
         """The Gittins index by class and bucket of age; see :meth:`hazards`."""
-        hazards = np.maximum(self.hazards(num_chunks), 1e-12)
-        survival = np.exp(-hazards * self._widths)
-        used = -np.expm1(-hazards * self._widths)
-        step = np.stack((used, used / hazards))  # chance of a use, epochs kept; of each bucket
+        # [bucket, class] from here on, so that what is done bucket by bucket is contiguous
+        hazards = np.ascontiguousarray(np.maximum(self.hazards(num_chunks), 1e-12).T)
+        passed = hazards * self._widths[:, None]
+        survival = np.exp(-passed)
+        used = -np.expm1(-passed)
+        step = np.stack((used, used / hazards), axis=1)  # chance of a use, epochs kept; per bucket
         # the same of each plan "from this bucket to the end of that one", from the last start on
         plans = np.zeros_like(step)
         index = np.empty_like(hazards)
         for start in reversed(range(NUM_BUCKETS)):
-            plans[:, :, start + 1 :] *= survival[:, start, None]
-            plans[:, :, start:] += step[:, :, start, None]
-            index[:, start] = (plans[0, :, start:] / plans[1, :, start:]).max(axis=1)
-        table: list[list[float]] = index.tolist()
+            plans[start + 1 :] *= survival[start]
+            plans[start:] += step[start]
+            np.max(plans[start:, 0] / plans[start:, 1], axis=0, out=index[start])
+        table: list[list[float]] = index.T.tolist()
         return table
 
 
