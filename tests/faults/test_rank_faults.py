@@ -209,7 +209,6 @@ def test_fault_36_stops_at_random_moments(tmp_path, is_shared) -> None:
     """Fault 36: a random rank, at a random moment, for shorter and longer than the deadlines."""
     pick = random.Random(36)
     end = time.monotonic() + STRESS_S
-    outcomes: set[int] = set()
     with running_ranks(tmp_path, num_ranks=3, is_shared=is_shared, timeout_s=0.05) as ranks:
         ranks.all("fill", TOKENS)
         number = 0
@@ -224,6 +223,5 @@ def test_fault_36_stops_at_random_moments(tmp_path, is_shared) -> None:
             ranks.send_signal(who, signal.SIGCONT)
             answers = {rank: ranks.answer(rank, DEADLINE_S) for rank in range(3)}
             check_agreed(answers)
-            outcomes.add(sum(answers[0].mask))
             ranks.wait_whole()
-    assert outcomes == {0, len(TOKENS)}
+        check_works(ranks, "after")
