@@ -44,7 +44,7 @@ class PrefetchRoom:
             except asyncio.CancelledError:
                 if entry in self._waiting:
                     self._waiting.remove(entry)
-                else:
+                elif not turn.cancelled():
                     self.used -= count  # its turn came as it was given up
                 self._let_in()
                 raise
@@ -60,5 +60,6 @@ class PrefetchRoom:
     def _let_in(self) -> None:
         while self._waiting and self.used + self._waiting[0][0] <= self.num_chunks:
             count, turn = self._waiting.popleft()
-            self.used += count
-            turn.set_result(None)
+            if not turn.done():  # else it was given up, and its task has not run since
+                self.used += count
+                turn.set_result(None)
