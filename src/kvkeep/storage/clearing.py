@@ -25,7 +25,9 @@ class Clearing:
     def clear(self, names: Collection[str] | None) -> int:
         """Clear every tier or those named; returns how many chunks there were.
 
-        A tier that is left out now is not called, and owes it.
+        A tier that is left out now is not called, and owes it. The lowest tier comes first: what is
+        read of it until then goes into the first one, which is cleared last, and what was asked for
+        until then and arrives later does not get in.
 
         Raises:
             ValueError: there is no such tier.
@@ -35,7 +37,11 @@ class Clearing:
         for name in self._tiers.backends if names is None else names:
             if name not in called:
                 self._tiers.set_owing(name, True)
-        return sum(self._clear(backend) or 0 for backend in active)
+        removed = 0
+        for backend in sorted(reversed(active), key=lambda backend: backend is self._tiers.first):
+            self._tiers.note_clear()
+            removed += self._clear(backend) or 0
+        return removed
 
     def health(self, name: str) -> BackendHealth:
         """A tier's opinion of itself, once it owes nothing; one that raises is unhealthy."""

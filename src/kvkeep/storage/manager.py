@@ -312,7 +312,6 @@ class StorageManager(PoolAccess, TierControl):
 
         A tier that fails at it, or is left out now, takes part again once it has been cleared.
         """
-        self._prefetcher.note_clear()
         return self._clearing.clear(locations)
 
     def close(self) -> None:

@@ -217,11 +217,6 @@ class Prefetcher:
                 self.stop(lookup_id)
         return self._leases.claim(lookup_id)
 
-    def note_clear(self) -> None:
-        """Everything is about to be removed: nothing that was asked for before may come in."""
-        with self._roads.clear_lock:
-            self._roads.num_clears += 1
-
     @property
     def num_lookups(self) -> int:
         """Lookups that are under way."""

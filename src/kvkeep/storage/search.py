@@ -78,11 +78,24 @@ class PrefixSearch:
     ) -> Callable[[int], int]:
         def ask(start: int) -> int:
             rest = keys[start:] if start else keys
-            return self._guard.count(
+            since = self._tiers.num_clears
+            found = self._guard.count(
                 backend, len(rest), partial(backend.batched_contains, rest, pin=pin)
             )
+            if pin is not None and self._tiers.num_clears != since:
+                self._forget(backend, rest[:found])
+            return found
 
         return ask
+
+    def _forget(self, backend: StorageBackendInterface, keys: Sequence[ChunkKey]) -> None:
+        """Tiers were cleared while a lower one pinned these: what it brought in must not stay.
+
+        The lookup began before that, and its lease holds what it found.
+        """
+        first = self._tiers.first
+        if backend is not first:
+            self._guard.call(first, "remove", partial(first.batched_remove, keys), 0)
 
     def _weighed(
         self, backend: StorageBackendInterface, keys: Sequence[ChunkKey], pin: Lease | None

@@ -39,6 +39,10 @@ class Tiers:
         self._owing: frozenset[str] = frozenset()  # written with _lock
         self.first = allocator_backend
         self._lock = threading.Lock()
+        self.clear_lock = threading.Lock()
+        """Held from looking at ``num_clears`` to having put chunks into the first tier."""
+        self.num_clears = 0
+        """How often everything was removed; written with ``clear_lock``."""
 
     def set_bypassed(self, name: str, bypassed: bool) -> None:
         """Leave a tier out, or take it back in.
@@ -59,6 +63,11 @@ class Tiers:
         self.check_names([name])
         with self._lock:
             self._owing = self._owing | {name} if owing else self._owing - {name}
+
+    def note_clear(self) -> None:
+        """Everything is about to be removed: nothing asked for before may come into the first."""
+        with self.clear_lock:
+            self.num_clears += 1
 
     def is_owing(self, name: str) -> bool:
         """The tier has to be cleared before it takes part again."""

@@ -109,6 +109,11 @@ class Transfer:
         self._metrics = metrics
         self._cost = cost
 
+    @property
+    def num_clears(self) -> int:
+        """How often tiers were cleared; see :meth:`write_back`."""
+        return self._tiers.num_clears
+
     def put(
         self,
         backend: StorageBackendInterface,
@@ -139,9 +144,10 @@ class Transfer:
     ) -> list[MemoryObj | None]:
         """Get from one tier, position by position; what it had is in the first tier then too."""
         run, started = partial(backend.batched_get_blocking, keys), time.perf_counter()
+        since = self.num_clears
         objs = self._guard.objects(backend, len(keys), run)
         self._note_load(backend, objs, started)
-        self.write_back(backend, keys, objs)
+        self.write_back(backend, keys, objs, since=since)
         return objs
 
     def start_gets(
@@ -155,7 +161,7 @@ class Transfer:
             keys: the chunks.
             parts: which tier to ask for which of them; what no part covers is a miss.
         """
-        gathered = _Gathered(len(keys), len(parts))
+        gathered, num_clears = _Gathered(len(keys), len(parts)), self.num_clears
         for backend, run in sorted(parts, key=lambda part: part[0] is not self._first):
             part = keys[run.start : run.end]
             start = partial(backend.batched_get_non_blocking, part)
@@ -164,7 +170,8 @@ class Transfer:
                 gathered.add(run.start, [])
             else:
                 place = partial(gathered.add, run.start)
-                finish = partial(self._finish, backend, part, place, time.perf_counter())
+                since = (time.perf_counter(), num_clears)
+                finish = partial(self._finish, backend, part, place, since)
                 pending.add_done_callback(finish)
         return gathered.future
 
@@ -173,13 +180,14 @@ class Transfer:
         backend: StorageBackendInterface,
         keys: Sequence[ChunkKey],
         place: Callable[[Sequence[MemoryObj | None]], None],
-        started: float,
+        since: tuple[float, int],
         answered: Future[list[MemoryObj | None]],
     ) -> None:
-        """One tier has answered, which was asked at ``started``."""
+        """One tier has answered, which was asked at a time, after so many clears."""
+        started, num_clears = since
         objs = self._guard.objects(backend, len(keys), answered.result)
         self._note_load(backend, objs, started)
-        self.write_back(backend, keys, objs)
+        self.write_back(backend, keys, objs, since=num_clears)
         place(objs)
 
     def _note_load(
@@ -194,16 +202,33 @@ class Transfer:
         backend: StorageBackendInterface,
         keys: Sequence[ChunkKey],
         objs: Sequence[MemoryObj | None],
-    ) -> None:
-        """Put every chunk that arrived from a lower tier into the first one."""
-        if backend is self._first or self._first not in self._tiers.active():
-            return
-        if self._tiers.frozen:  # since the chunks were asked for
-            return
-        arrived = [(key, obj) for key, obj in zip(keys, objs, strict=True) if obj is not None]
-        if arrived:
-            source = backend.get_allocator_backend()
-            self.put(self._first, [key for key, _ in arrived], [obj for _, obj in arrived], source)
+        *,
+        since: int,
+    ) -> bool:
+        """Put every chunk that arrived from a lower tier into the first one.
+
+        Args:
+            backend: the lower tier.
+            keys: the chunks.
+            objs: what arrived, position by position.
+            since: ``num_clears`` when they were asked for.
+
+        Returns:
+            False if tiers were cleared since: what was asked for before may be wrong by now.
+        """
+        with self._tiers.clear_lock:
+            if self._tiers.num_clears != since:
+                return False
+            if backend is self._first or self._first not in self._tiers.active():
+                return True
+            if self._tiers.frozen:  # since the chunks were asked for
+                return True
+            arrived = [(key, obj) for key, obj in zip(keys, objs, strict=True) if obj is not None]
+            if arrived:
+                source = backend.get_allocator_backend()
+                names = [key for key, _ in arrived]
+                self.put(self._first, names, [obj for _, obj in arrived], source)
+            return True
 
 
 def _put_into(

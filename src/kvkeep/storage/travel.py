@@ -13,7 +13,6 @@ that the lease holds is one of a prefix without gaps, whenever it is stopped.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -55,8 +54,6 @@ class Roads:
         window_chunks: chunks asked for at once.
         windows_ahead: windows that one travel has under way.
         travelling: chunks that somebody is bringing, and when that is over. Of the I/O thread.
-        num_clears: how often everything was removed; changes with ``clear_lock``.
-        clear_lock: held from looking at ``num_clears`` to having put chunks.
     """
 
     first: AllocatorBackendInterface
@@ -68,8 +65,6 @@ class Roads:
     window_chunks: int
     windows_ahead: int
     travelling: dict[ChunkKey, asyncio.Event] = field(default_factory=dict)
-    clear_lock: threading.Lock = field(default_factory=threading.Lock)
-    num_clears: int = 0
 
 
 class Travel:
@@ -102,7 +97,7 @@ class Travel:
         self._roads = roads
         self._open_lease = open_lease
         self._lease: Lease | None = None
-        self._num_clears = roads.num_clears
+        self._num_clears = roads.transfer.num_clears
         self._waited_for: set[ChunkKey] = set()
         self._unmeasured: tuple[str, float] | None = None  # a tier that brought nothing, and since
 
@@ -273,10 +268,8 @@ class Travel:
         keys = window.fetch.keys
         try:
             with References(objs):
-                with roads.clear_lock:
-                    if roads.num_clears != self._num_clears:
-                        return False  # what was asked for before may be wrong by now
-                    roads.transfer.write_back(backend, keys, objs)
+                if not roads.transfer.write_back(backend, keys, objs, since=self._num_clears):
+                    return False
                 first_gap = objs.index(None) if None in objs else len(objs)
                 pin = partial(roads.first.batched_contains, keys[:first_gap], pin=self.lease)
                 count = roads.guard.count(roads.first, first_gap, pin)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
+from kvkeep.backends.lease import Lease
 from kvkeep.backends.reference import DictBackend
+from kvkeep.keys import ChunkKey, LayerKey
+from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.ownership import References
 from kvkeep.storage.health import HealthMonitor
 from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
@@ -54,3 +60,73 @@ def test_only_the_tiers_that_were_named_owe_anything() -> None:
         assert rig.engine.lookup(TOKENS) == 32
         with pytest.raises(ValueError, match="no tier is called"):
             rig.engine.clear(["nowhere"])
+
+
+class PromotingBackend(DictBackend):
+    """What a lookup pins is offered to the first tier, as disk and remote do."""
+
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+
+    def contains(self, key: ChunkKey, *, pin: Lease | None = None) -> bool:
+        found = super().contains(key, pin=pin)
+        obj = pin.get(key) if pin is not None else None
+        if obj is not None:
+            with References([obj]):
+                self.get_allocator_backend().batched_submit_put_task([key], [obj])
+        return found
+
+
+class AskedWhileCleared(PromotingBackend):
+    """Somebody uses the tier at the moment when it is about to be cleared."""
+
+    def clear(self) -> int:
+        self.meanwhile()
+        return super().clear()
+
+
+class ClearedWhileAsked(PromotingBackend):
+    """Everything is cleared at the moment when the tier has read something and not answered."""
+
+    def _load(self, keys: Sequence[ChunkKey], *, busy_loop: bool) -> list[MemoryObj | None]:
+        objs = super()._load(keys, busy_loop=busy_loop)
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        return objs
+
+
+USES = {
+    "lookup": lambda rig: rig.engine.lookup(TOKENS, lookup_id="r", pin=True),
+    "get": lambda rig: [
+        obj.ref_count_down() for obj in rig.storage.batched_get(chunk_keys(rig), L2) if obj
+    ],
+    "layerwise": lambda rig: [
+        obj.ref_count_down()
+        for obj in next(
+            rig.storage.layerwise_batched_get([[LayerKey(key, 0) for key in chunk_keys(rig)]], L2)
+        ).result(5)
+        if obj
+    ],
+    "prefetch": lambda rig: rig.engine.async_lookup(TOKENS, lookup_id="r").result(5),
+}
+
+
+def chunk_keys(rig: EngineRig) -> list[ChunkKey]:
+    return rig.engine.token_database.process_tokens(TOKENS).keys
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", [AskedWhileCleared, ClearedWhileAsked])
+def test_what_is_read_while_it_is_cleared_does_not_come_back(kind, use) -> None:
+    with EngineRig(tiers=[kind]) as rig:
+        tier = rig.storage.storage_backends[L2]
+        rig.fill(TOKENS)
+        rig.storage.clear(["LocalCPUBackend"])
+        if kind is AskedWhileCleared:
+            tier.meanwhile = lambda: USES[use](rig)
+            rig.engine.clear()
+        else:
+            tier.meanwhile = rig.engine.clear
+            USES[use](rig)
+        rig.engine.lookup_unpin("r")
+        assert rig.engine.lookup(TOKENS) == 0
+        assert len(rig.storage.allocator_backend.keys()) == 0
