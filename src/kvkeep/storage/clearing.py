@@ -25,9 +25,9 @@ class Clearing:
     def clear(self, names: Collection[str] | None) -> int:
         """Clear every tier or those named; returns how many chunks there were.
 
-        A tier that is left out now is not called, and owes it. The lowest tier comes first: what is
-        read of it until then goes into the first one, which is cleared last, and what was asked for
-        until then and arrives later does not get in.
+        A tier that is left out now is not called, and owes it. The first one is cleared at once,
+        and again after the others, for what was read of those meanwhile. What was asked for until
+        then and arrives later does not get in.
 
         Raises:
             ValueError: there is no such tier.
@@ -37,8 +37,10 @@ class Clearing:
         for name in self._tiers.backends if names is None else names:
             if name not in called:
                 self._tiers.set_owing(name, True)
+        own = [backend for backend in active if backend is self._tiers.first]
+        lower = [backend for backend in reversed(active) if backend not in own]
         removed = 0
-        for backend in sorted(reversed(active), key=lambda backend: backend is self._tiers.first):
+        for backend in [*own, *lower, *(own if lower else [])]:
             self._tiers.note_clear()
             removed += self._clear(backend) or 0
         return removed
