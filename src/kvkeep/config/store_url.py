@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,6 +15,8 @@ HIDDEN = "***"
 #: Words in the name of a query's option whose value is hidden.
 _SECRET_WORDS = ("pass", "secret", "token", "key", "credential", "auth", "sig")
 _SHOWN = frozenset({"ssl_keyfile"})
+#: The password of a URL, from what stands before it.
+_PASSWORD = re.compile(r"(://[^/?#@:]*:)[^/?#]*@")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -74,7 +77,7 @@ class RemoteURL:
         user, colon, _ = login.partition(":")
         login = f"{user}:{HIDDEN}" if colon else user
         query = "&".join(
-            f"{name}={HIDDEN if _is_secret(name) else value}"
+            f"{name}={HIDDEN if _is_secret(name) else _without_login(value)}"
             for name, value in parse_qsl(parts.query, keep_blank_values=True)
         )
         return urlunsplit(SplitResult(self.scheme, f"{login}{at}{hosts}", parts.path, query, ""))
@@ -89,3 +92,8 @@ class RemoteURL:
 def _is_secret(name: str) -> bool:
     lowered = name.lower()
     return lowered not in _SHOWN and any(word in lowered for word in _SECRET_WORDS)
+
+
+def _without_login(value: str) -> str:
+    """The value of an option; of a URL in it (an endpoint, a proxy), the password is hidden."""
+    return _PASSWORD.sub(rf"\1{HIDDEN}@", value)

@@ -47,6 +47,7 @@ def test_object_stores_that_are_taken(text):
         (f"s3://bucket?unsigned_payload=perhaps&{KEYS}", "perhaps"),
         (f"s3://bucket?region=x&ca_file=/not/there&{KEYS}", "/not/there"),
         ("http://me:hush-hush@localhost/store", "user"),
+        (f"s3://bucket?region=x&endpoint=http://me:hush@localhost:1&{KEYS}", "endpoint"),
     ],
 )
 def test_object_stores_that_are_refused(text, word):

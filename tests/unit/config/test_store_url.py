@@ -43,6 +43,8 @@ def test_forms_of_urls(text, user, password, hosts, path):
         f"redis-sentinel://host/service?sentinel_password={HUSH}",
         f"rediss://host?ssl_password={HUSH}&client_name=shown",
         f"s3://bucket/place?secret_access_key={HUSH}&endpoint=http://shown",
+        f"s3://bucket/place?endpoint=http://me:{HUSH}@host:1&proxy_url=http://shown",
+        f"s3://bucket/place?proxy_url=http%3A%2F%2Fme%3A{HUSH}%40proxy%3A1&region=shown",
         f"mooncake://host?token={HUSH}",
     ],
 )

@@ -67,6 +67,11 @@ def _split(url: RemoteURL) -> tuple[dict[str, Any], dict[str, Any]]:
         if url.scheme not in _S3:
             raise ConfigError(f"{url.scheme}:// takes no user and password; give them as options")
         config |= {"access_key_id": url.user or "", "secret_access_key": url.password or ""}
+    for name, value in config.items():
+        if (
+            "@" in str(value).partition("://")[2].partition("/")[0]
+        ):  # the client's errors would show it
+            raise ConfigError(f"{name} takes no user and password; give them as options")
     if _speaks_plainly(url.scheme, config):
         client.setdefault("allow_http", "true")
     client = {name: _as_bool(value) for name, value in client.items()}
