@@ -15,7 +15,7 @@ from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
 from kvkeep.storage.events import EventStatus, EventType
 from kvkeep.storage.manager import StorageManager
-from kvkeep.storage.prefetch import Prefetched, PrefetchOptions
+from kvkeep.storage.prefetch import Prefetched, Prefetcher, PrefetchOptions
 from kvkeep.testing.chunks import check_found, fill, make_keys, make_pool, put, wait_until
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
 from kvkeep.testing.slow import SlowBackend
@@ -232,6 +232,21 @@ def test_fault_21_a_second_lookup_of_one_id_ends_the_first():
         rig.claim("r", 1)
 
 
+def test_fault_21_a_second_lookup_is_answered_when_the_first_has_just_arrived(monkeypatch):
+    """Fault 21: the first one, whose end comes late, does not take the second one's lease."""
+    with open_rig() as rig:
+        settle = Prefetcher._settle
+
+        def settle_late(self, job, travel, outcome):
+            monkeypatch.undo()
+            assert rig.start("r", rig.keys[:1]).result(0).num_tokens == 4
+            settle(self, job, travel, outcome)
+
+        monkeypatch.setattr(Prefetcher, "_settle", settle_late)
+        assert rig.ask("r") == Prefetched(0, ())
+        rig.claim("r", 1)
+
+
 def test_fault_24_nobody_claims_what_was_found():
     """Fault 24: whoever asked is gone; the lease's deadline ends the event and frees the room."""
     with open_rig() as rig:
@@ -429,3 +444,40 @@ def test_given_up_at_random_moments_200_times():
                 rig.pool.batched_remove(rig.keys)
         assert any(answers)
         assert not all(answers)
+
+
+def test_four_threads_start_claim_and_give_up_the_same_lookups():
+    """Whoever ends a lookup, and in whatever order: each is answered once, and nothing is left."""
+    with open_rig(capacity=24, num_chunks=8, max_chunks=16) as rig:
+        rig.slow.seconds_per_chunk = 0.0005
+        names = [f"r{number}" for number in range(6)]
+        unanswered: list[str] = []
+
+        def live(seed: int) -> None:
+            chance = random.Random(seed)
+            for _ in range(60):
+                name = chance.choice(names)
+                future = rig.start(name, rig.keys[: chance.randint(1, 8)])
+                threading.Event().wait(chance.choice([0, 0.0005, 0.002]))
+                if chance.random() < 0.4:
+                    lease = rig.manager.claim_lease(chance.choice(names))
+                    if lease is not None:
+                        lease.release()
+                else:
+                    rig.manager.batched_unpin(name)
+                if chance.random() < 0.2:
+                    rig.pool.batched_remove(rig.keys)
+                rig.manager.batched_unpin(name)
+                try:
+                    future.result(WAIT_S)
+                except TimeoutError:
+                    unanswered.append(name)
+
+        threads = [threading.Thread(target=live, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert unanswered == []
+        for name in names:
+            rig.manager.batched_unpin(name)
