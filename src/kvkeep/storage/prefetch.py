@@ -289,13 +289,18 @@ class Prefetcher:
         """Keep what was found for whoever asked, or give it back; then answer."""
         lease = travel.take_lease()
         answer = job.answer(travel.runs) if outcome in _ANSWERED else _NOTHING
-        if lease is not None and answer.num_tokens and job.pin:
-            lease.when_released = partial(self._release, job, travel.room_taken)
-            self._leases.keep(job.lookup_id, lease)
-            is_wanted = self.events.update_event_status(
+        if (
+            lease is not None
+            and answer.num_tokens
+            and job.pin
+            and self.events.update_event_status(
                 LOADING, job.lookup_id, EventStatus.DONE, future=job.future
             )
-            if not is_wanted:  # given up since it was kept, or before
+        ):
+            lease.when_released = partial(self._release, job, travel.room_taken)
+            self._leases.keep(job.lookup_id, lease)
+            is_wanted = self._is_wanted(job)
+            if not is_wanted:  # given up since it was kept
                 self._leases.drop(job.lookup_id, lease)
         else:
             is_wanted = self.events.pop_event(LOADING, job.lookup_id, future=job.future) is not None
@@ -313,7 +318,7 @@ class Prefetcher:
         self._runtime.call_soon(partial(self._roads.room.give_back, num_chunks))
 
     def _is_wanted(self, job: _Job) -> bool:
-        """The lookup was not given up before it began."""
+        """The lookup was not given up."""
         return self.events.get_event(LOADING, job.lookup_id) is job.future
 
     def _cancel(self, future: Future[Prefetched]) -> None:
