@@ -11,6 +11,7 @@ from kvkeep.config import load_settings
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.manager import CacheManager
+from kvkeep.testing.chunks import wait_until
 from kvkeep.testing.paged_engine import PagedEngine
 
 TOKENS = list(range(64))
@@ -21,6 +22,7 @@ LONG_S = 30.0
 def test_nothing_moves_in_an_idle_engine_with_all_that_runs_beside_it(tmp_path, monkeypatch):
     """Fault 47: counters grew while nothing happened."""
     model = PagedEngine(num_pages=32, num_layers=2)
+    (tmp_path / "remote").mkdir()
     settings = load_settings(
         extra={
             "chunk_size": 8,
@@ -49,6 +51,7 @@ def test_nothing_moves_in_an_idle_engine_with_all_that_runs_beside_it(tmp_path, 
         engine.lookup([5] * 64)
         for tier in list(manager.storage.storage_backends.values())[1:]:
             assert tier.flush(LONG_S)
+        wait_until(lambda: all(tier.healthy for tier in engine.health().backends.values()))
         done = threading.Semaphore(0)
         check = manager.storage.backend_health
 
