@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvkeep.connectors.vllm.requests import TrackedRequest
 from kvkeep.lookup.client import LookupClient
@@ -54,6 +54,7 @@ class _Question:
         step: in which the request was last asked about.
         is_late: the request has been told "not yet".
         held_until: value of ``time.monotonic()`` after which the answer is not relied upon.
+        asked_at: value of ``time.monotonic()``; no lease is older.
     """
 
     lookup_id: str
@@ -65,6 +66,7 @@ class _Question:
     step: int = 0
     is_late: bool = False
     held_until: float = 0.0
+    asked_at: float = field(default_factory=time.monotonic)
 
     @property
     def found(self) -> FoundTokens:
@@ -236,7 +238,8 @@ class Asking:
     def _rely_on(self, req_id: str, question: _Question, tracked: TrackedRequest) -> _Question:
         """An old answer, if it is the best there can be; else ask anew."""
         question.is_early = False
-        if question.found == question.num_asked:
+        is_held = time.monotonic() < question.asked_at + self._hold_s
+        if question.found == question.num_asked and is_held:
             question.is_late = True  # somebody brought it: held as long as the request waits
             return question
         was_late = question.is_late

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -176,6 +178,27 @@ def test_an_early_answer_is_counted_when_it_is_used(toy_engine):
     engine.run_all()
     assert engine.metric("kvkeep_lookup_tokens_total") == asked + 80
     assert engine.metric(f'kvkeep_lookup_hit_tokens_total{{tier="{SLOW}"}}') == 40
+    engine.finish()
+
+
+def test_an_early_answer_is_not_relied_upon_when_its_lease_may_be_over(toy_engine, monkeypatch):
+    """A lease begins when the chunks come, however late somebody looks at the answer."""
+    engine = toy_engine(extra=SLOW_TIER, max_num_seqs=1)
+    store_slowly(engine, PROMPT)
+    engine.add("running", OTHER, max_tokens=10)
+    steps(engine, 2)
+    engine.add("next", PROMPT)
+    steps(engine, 2)
+    wait_for_answer(engine)
+    side = engine.connector._scheduler
+    [question] = side._asking._questions.values()
+    now = time.monotonic
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: now() + 1000.0))
+    assert engine.engine.lookup_unpin(question.lookup_id), "the worker takes it back"
+    engine.engine.clear()
+    engine.run_all()
+    assert engine.outputs("next") == engine.true_outputs("next")
+    assert side._known_failures == {}, "what was not there any more was counted upon"
     engine.finish()
 
 
