@@ -192,7 +192,8 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(source, name, hint, ya
 
 def test_an_unknown_key_that_is_near_to_nothing_lists_what_there_is():
     """Fault 45: an old or foreign setting."""
-    with pytest.raises(ConfigError, match=r"unknown setting zzz .* known are chunk_size, .*identity"):
+    expected = r"unknown setting zzz .* known are chunk_size, .*identity"
+    with pytest.raises(ConfigError, match=expected):
         load_settings(extra={"zzz": 1})
     with pytest.raises(ConfigError, match="KVKEEP_ZZZ"):
         load_settings(env={"KVKEEP_ZZZ": "1"})
@@ -337,7 +338,10 @@ def test_what_numa_cannot_be(value):
         ({"name": "far", "module": "a:B", "entry_point": "b"}, "needs either module"),
         ({"name": "far", "module": "a.b"}, r"plugins\.0\.module"),
         ({"name": "far away", "module": "a:B"}, r"plugins\.0\.name"),
-        ({"name": "far", "modul": "a:B"}, r"plugins\.0\.modul \(extra config\): there is no modul here"),
+        (
+            {"name": "far", "modul": "a:B"},
+            r"plugins\.0\.modul \(extra config\): there is no modul here",
+        ),
         ({"module": "a:B"}, r"plugins\.0\.name \(extra config\): write a list like"),
     ],
 )
