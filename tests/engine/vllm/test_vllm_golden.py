@@ -116,3 +116,26 @@ def test_aborts_at_random_moments(engine, cases, reference, seed):
     engine.generate([cases.by_length[1]])  # by its end, all aborts have arrived
     assert aborted > 4
     assert done
+
+
+def test_vllms_own_metrics_have_kvkeeps_numbers(engine, cases):
+    """Everything that the worker has counted, by rank, and where hits came from."""
+    engine.generate(cases.concurrent)
+    engine.generate(cases.concurrent)  # what the scheduler has counted meanwhile travels, too
+    mine = engine.report().metrics
+    shown: dict[str, float] = {}
+    for metric in engine.llm.get_metrics():
+        if metric.name.startswith("vllm:kvkeep_") and hasattr(metric, "value"):
+            assert metric.labels["rank"] == "0"
+            name = metric.name.removeprefix("vllm:")
+            shown[name] = shown.get(name, 0.0) + metric.value
+    for name in ("kvkeep_loaded_tokens", "kvkeep_stored_tokens", "kvkeep_lookup_hit_tokens"):
+        total = sum(v for k, v in mine.items() if k.partition("{")[0] == f"{name}_total")
+        assert shown[name] == total > 0, name
+    by_source = {
+        metric.labels["source"]: metric.value
+        for metric in engine.llm.get_metrics()
+        if metric.name == "vllm:prompt_tokens_cached_by_source"
+    }
+    assert by_source["host"] == engine.external_hits() > 0
+    assert by_source["disk"] == by_source["external_unspecified"] == 0
