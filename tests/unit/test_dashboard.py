@@ -8,6 +8,9 @@ from pathlib import Path
 
 import promql_parser
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from promql_parser import (
     AggregateExpr,
     BinaryExpr,
@@ -127,3 +130,27 @@ def test_it_can_be_loaded_into_any_grafana():
     names = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(PANELS)))
     assert used - {"__rate_interval"} <= names
+
+
+def lost_paths(written: object, read: object, path: str = "") -> list[str]:
+    """Where ``read`` lacks or changes something of ``written``."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        parts = [(f"{path}/{key}", value, read.get(key)) for key, value in written.items()]
+    elif isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
+        parts = [
+            (f"{path}/{index}", *pair) for index, pair in enumerate(zip(written, read, strict=True))
+        ]
+    else:
+        return [] if written == read else [path]
+    return [lost for name, mine, its in parts for lost in lost_paths(mine, its, name)]
+
+
+def test_it_loads_with_grafanas_own_types() -> None:
+    """Nothing is lost on the way through them but what only an import or an editor looks at."""
+    register_default_plugins()
+    loaded = Dashboard.from_json(DASHBOARD)
+    assert loaded.title == DASHBOARD["title"]
+    lost = lost_paths(DASHBOARD, json.loads(JSONEncoder().encode(loaded)))
+    assert [
+        path for path in lost if not re.fullmatch("/templating/list/[0-9]+/definition", path)
+    ] == ["/__requires"]
