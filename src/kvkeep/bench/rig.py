@@ -100,7 +100,9 @@ def make_engine(
         "benchmark",
     )
     num_pages = int(num_chunks * chunk_size // page_size * extra_pages)
-    caches = [torch.zeros((num_pages, page_bytes), dtype=torch.uint8) for _ in range(num_layers)]
+    # one block, which the system maps afresh: smaller ones may lie in memory that was used before
+    memory = torch.zeros((num_layers, num_pages, page_bytes), dtype=torch.uint8)
+    caches = list(memory.unbind(0))
     connector = PagedGPUConnector(layout, copy_threads=copy_threads, huge_pages=True)
     connector.register_kv_caches(caches)
     for layer, cache in enumerate(caches):
