@@ -7,6 +7,7 @@ one line of the header says so.
 from __future__ import annotations
 
 import importlib.util
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("kvkeep")
+
+# Whoever is started in the background ignores Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
