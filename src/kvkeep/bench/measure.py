@@ -125,7 +125,7 @@ def machine() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
     }
 
 
