@@ -35,13 +35,14 @@ from kvkeep.backends.disk.stores import DiskStores
 from kvkeep.backends.disk.writer import ChunkWriter
 from kvkeep.backends.io.breaker import Breaker
 from kvkeep.backends.io.courtesy import Courtesy
+from kvkeep.backends.io.pinning import pin_loaded
 from kvkeep.backends.io.pool import IOPool
 from kvkeep.backends.lease import Lease
 from kvkeep.errors import BackendError
 from kvkeep.identity import CacheIdentity
 from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj
-from kvkeep.memory.batches import batched_pin, batched_unpin
+from kvkeep.memory.batches import batched_unpin
 from kvkeep.metrics import Metrics
 from kvkeep.policy.base import CachePolicy
 
@@ -181,15 +182,14 @@ class LocalDiskBackend(StorageBackendInterface):
 
     def _pin(self, keys: Sequence[ChunkKey], objs: Sequence[MemoryObj], lease: Lease) -> int:
         """Give pins on loaded objects to a lease, and the objects to the CPU tier."""
-        try:
-            self._allocator_backend.batched_submit_put_task(keys, objs)
-        except BackendError:
-            self._reports.fault("promote", "allocator_backend")
-        batched_pin(objs)
-        if keys and not lease.add_all(self, list(zip(keys, objs, strict=True))):
-            batched_unpin(objs)
-            return 0
-        return len(keys)
+        return pin_loaded(
+            self,
+            keys,
+            objs,
+            lease,
+            allocator_backend=self._allocator_backend,
+            fault=self._reports.fault,
+        )
 
     def batched_unpin(self, entries: Sequence[tuple[ChunkKey, MemoryObj]]) -> None:
         """Give pins back, and note the chunks' use in reverse. Waits for no lock of this tier."""

@@ -22,6 +22,7 @@ from kvkeep.backends.base import (
     PutOutcome,
     StorageBackendInterface,
 )
+from kvkeep.backends.io.pinning import pin_loaded
 from kvkeep.backends.io.pool import IOPool
 from kvkeep.backends.lease import Lease
 from kvkeep.backends.remote.base import RemoteConnector
@@ -35,11 +36,10 @@ from kvkeep.backends.remote.stores import RemoteStores, StoreRules
 from kvkeep.backends.remote.value_names import name_prefix
 from kvkeep.codec.base import Codec
 from kvkeep.codec.frame import ChunkMeta, writer_digest
-from kvkeep.errors import BackendError
 from kvkeep.identity import CacheIdentity
 from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj
-from kvkeep.memory.batches import batched_pin, batched_unpin
+from kvkeep.memory.batches import batched_unpin
 from kvkeep.metrics import Metrics
 
 R = TypeVar("R")
@@ -195,15 +195,14 @@ class RemoteBackend(StorageBackendInterface):
 
     def _pin(self, keys: Sequence[ChunkKey], objs: Sequence[MemoryObj], lease: Lease) -> int:
         """Give pins on loaded objects to a lease, and the objects to the CPU tier."""
-        try:
-            self._allocator_backend.batched_submit_put_task(keys, objs)
-        except BackendError:
-            self._reports.fault("promote", "allocator_backend")
-        batched_pin(objs)
-        if keys and not lease.add_all(self, list(zip(keys, objs, strict=True))):
-            batched_unpin(objs)
-            return 0
-        return len(keys)
+        return pin_loaded(
+            self,
+            keys,
+            objs,
+            lease,
+            allocator_backend=self._allocator_backend,
+            fault=self._reports.fault,
+        )
 
     def batched_unpin(self, entries: Sequence[tuple[ChunkKey, MemoryObj]]) -> None:
         """Give pins back. The store has its own order of eviction, which reading has noted."""
