@@ -12,10 +12,9 @@ import uuid
 
 import pytest
 
-from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import wait_until
 from kvkeep.testing.remote import make_connector
-from kvkeep.testing.remote_requests import L1, L3, TOKENS, Requests, count
+from kvkeep.testing.remote_requests import L1, L3, TOKENS, count
 from kvkeep.testing.servers.mooncake import mooncake_pool
 from kvkeep.testing.servers.proxy import slow_proxy_process
 
@@ -26,28 +25,23 @@ LATE_S = 45.0
 
 
 @pytest.fixture
-def metrics():
-    return Metrics()
-
-
-@pytest.fixture
 def pool():
     with mooncake_pool() as pool:
         yield pool
 
 
 @pytest.fixture
-def requests_over(metrics):
+def requests_over(requests_over):
+    """They are closed once no call is left to itself."""
     opened = []
 
     def make(url, **options):
-        opened.append(Requests(url, metrics, **options))
+        opened.append(requests_over(url, **options))
         return opened[-1]
 
     yield make
     for one in opened:
         wait_for_late_calls(one)
-        one.close()
 
 
 def wait_for_late_calls(requests):

@@ -13,8 +13,7 @@ import time
 
 import pytest
 
-from kvkeep.metrics import Metrics
-from kvkeep.testing.remote_requests import L1, L3, TOKENS, Requests, count
+from kvkeep.testing.remote_requests import L1, L3, TOKENS, count
 from kvkeep.testing.servers.proxy import Weather, tcp_proxy
 from kvkeep.testing.servers.s3 import s3_server
 
@@ -23,27 +22,9 @@ STALL_S = float(os.environ.get("KVKEEP_STALL_SECONDS", "1.5"))
 
 
 @pytest.fixture
-def metrics():
-    return Metrics()
-
-
-@pytest.fixture
 def server():
     with s3_server() as server:
         yield server
-
-
-@pytest.fixture
-def requests_over(metrics):
-    opened = []
-
-    def make(url, **options):
-        opened.append(Requests(url, metrics, **options))
-        return opened[-1]
-
-    yield make
-    for one in opened:
-        one.close()
 
 
 def test_a_killed_server_leaves_the_memory_tier_alone(server, requests_over):

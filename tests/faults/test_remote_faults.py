@@ -13,21 +13,15 @@ import time
 
 import pytest
 
-from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import check_found, make_keys, make_pool, put, wait_until
 from kvkeep.testing.remote import make_connector, make_remote, name_of
-from kvkeep.testing.remote_requests import L1, L3, Requests, count
+from kvkeep.testing.remote_requests import L1, L3, count
 from kvkeep.testing.servers.proxy import Weather, tcp_proxy
 from kvkeep.testing.servers.redis import RedisOptions, redis_cluster, redis_server
 
 #: For how long servers are frozen; KVKEEP_STALL_SECONDS=20 is the full measure.
 STALL_S = float(os.environ.get("KVKEEP_STALL_SECONDS", "1.5"))
 KEYS = make_keys(6)
-
-
-@pytest.fixture
-def metrics():
-    return Metrics()
 
 
 @pytest.fixture
@@ -43,19 +37,6 @@ def pool():
     pool.clear()
     wait_until(lambda: pool.memcheck().num_objects == 0)
     pool.close()
-
-
-@pytest.fixture
-def requests_over(metrics):
-    opened = []
-
-    def make(url, **options):
-        opened.append(Requests(url, metrics, **options))
-        return opened[-1]
-
-    yield make
-    for one in opened:
-        one.close()
 
 
 # -- the server goes -----------------------------------------------------------------------------
