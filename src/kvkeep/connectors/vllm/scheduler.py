@@ -188,7 +188,11 @@ class SchedulerSide:
         saves: list[SaveSpec] = []
         for req_id, num_before in _computed_before(output):
             tracked = self._tracked.get(req_id)
-            if tracked is None or tracked.scope is None or not tracked.may_store:
+            if tracked is None or not tracked.may_store:
+                continue
+            if tracked.request.resumable:  # a turn may have brought an image, and nobody asked
+                tracked.scope = self._scope_of(tracked.request)
+            if tracked.scope is None:
                 continue
             num_after = num_before + output.num_scheduled_tokens.get(req_id, 0)
             end = self._end_of_save(tracked.request, num_after)
