@@ -51,7 +51,8 @@ class Catalog:
         """
         self.directory = directory
         self.index = index
-        self._identity = identity
+        self._fmt = identity.layout.fmt
+        self._page_bytes = identity.layout.page_bytes
         self.identity_digest = writer_digest(identity)
         self.io = io
         self.reports = reports
@@ -235,7 +236,7 @@ class Catalog:
             return None
         if chunk.header.identity != self.identity_digest:
             return FrameFault.WRONG_IDENTITY
-        layout, meta = self._identity.layout, chunk.header.meta
-        if meta.fmt is not layout.fmt or meta.size_bytes % layout.page_bytes:
+        meta = chunk.header.meta
+        if meta.fmt is not self._fmt or meta.size_bytes % self._page_bytes:
             return FrameFault.WRONG_LAYOUT
         return None

@@ -37,7 +37,7 @@ from kvkeep.backends.disk.ledger import (
 from kvkeep.backends.disk.names import (
     ROOT_NAME,
     TempFile,
-    chunk_name,
+    chunk_file,
     key_of,
     list_entries,
     owner_of,
@@ -101,7 +101,7 @@ class DiskDirectory:
 
     def chunk_path(self, key: ChunkKey) -> Path:
         """Where a chunk is, if it is there."""
-        return self._chunks / chunk_name(key)
+        return Path(f"{self._chunks}/{chunk_file(key)}")
 
     def used_bytes(self) -> int:
         """Bytes in use and reserved, over all members."""

@@ -29,8 +29,13 @@ class TempFile:
 
 def chunk_name(key: ChunkKey) -> Path:
     """Path of a chunk file below ``chunks``: hex digits only, so no key can name another place."""
+    return Path(chunk_file(key))
+
+
+def chunk_file(key: ChunkKey) -> str:
+    """:func:`chunk_name` as text: making a path takes longer than reading a header."""
     name = key.hex()
-    return Path(name[:2]) / (name + CHUNK_SUFFIX)
+    return f"{name[:2]}/{name}{CHUNK_SUFFIX}"
 
 
 def temp_name(owner: bytes, number: int, reserved_bytes: int) -> str:
@@ -57,11 +62,13 @@ def size_of(path: Path) -> int:
 
 def key_of(fan: str, name: str) -> ChunkKey | None:
     """The key of the chunk file ``fan/name``; None if that is no name of a chunk file."""
+    digits = name.removesuffix(CHUNK_SUFFIX)
     try:
-        key = ChunkKey(bytes.fromhex(name.removesuffix(CHUNK_SUFFIX)))
+        key = ChunkKey(bytes.fromhex(digits))
     except ValueError:
         return None
-    return key if len(key) == KEY_BYTES and chunk_name(key) == Path(fan) / name else None
+    is_own = digits == key.hex() and name == digits + CHUNK_SUFFIX and fan == digits[:2]
+    return key if is_own and len(key) == KEY_BYTES else None
 
 
 def owner_of(name: str) -> tuple[bytes | None, int]:
