@@ -37,6 +37,16 @@ from kvkeep.policy.reuse_model import (
     NUM_AGES,
     ReuseModel,
 )
+from kvkeep.policy.reuse_state import (
+    class_of,
+    epoch_of,
+    history_after_use,
+    new_state,
+    queue_number,
+    queue_of,
+    used_state,
+    uses_of,
+)
 
 #: Chains noted and not put yet, in chunks; the oldest are forgotten.
 _MAX_NOTED = 1 << 16
@@ -45,21 +55,8 @@ _MAX_GONE = 1 << 20
 #: A smaller pool is treated as one of this many chunks.
 _MIN_CHUNKS = 64
 
-#: Order of eviction: index, epoch of the last use, class. The last two name a queue.
-Rank = tuple[float, int, int]
-
-
-class _Chunk:
-    """What is known of one chunk, stored or remembered."""
-
-    __slots__ = ("before", "chunk_class", "epoch", "interval", "uses")
-
-    def __init__(self, chunk_class: int, epoch: int, before: ChunkKey | None) -> None:
-        self.chunk_class = chunk_class
-        self.epoch = epoch  # of the last use
-        self.before = before
-        self.uses = 1
-        self.interval = 0.0  # between uses, in epochs, smoothed
+#: Order of eviction: index, and the queue, which is the less the older it is.
+Rank = tuple[float, int]
 
 
 class ReusePolicy(CachePolicy[V]):
@@ -74,12 +71,14 @@ class ReusePolicy(CachePolicy[V]):
         self._learned_chunks = _MIN_CHUNKS  # in the pool when the current epoch began
         self._epoch = 0
         self._epoch_part = 0.0  # of the current epoch that has passed
-        self._stored: dict[ChunkKey, _Chunk] = {}
-        self._gone: OrderedDict[ChunkKey, _Chunk] = OrderedDict()
+        # what is known of each chunk, see reuse_state: of those stored, and of those remembered
+        self._stored: dict[ChunkKey, int] = {}
+        self._gone: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._before: dict[ChunkKey, ChunkKey] = {}  # predecessors of both, as far as known
         self._noted: OrderedDict[ChunkKey, tuple[ChunkKey | None, int]] = OrderedDict()
         self._num_after: dict[ChunkKey, int] = {}  # stored successors of a chunk, if any
-        # chunks without a stored successor, by epoch of the last use and class; none is empty
-        self._ends: dict[tuple[int, int], OrderedDict[ChunkKey, None]] = {}
+        # chunks without a stored successor, by queue; none is empty
+        self._ends: dict[int, OrderedDict[ChunkKey, None]] = {}
         self._ranked: list[Rank] | None = []  # of all queues in _ends, sorted; None: to be made
         self._aside: set[ChunkKey] = set()  # ends that are pinned, and in no queue therefore
 
@@ -96,7 +95,7 @@ class ReusePolicy(CachePolicy[V]):
         if not missing:
             return
         before = None if first is None else keys[0]
-        uses_before = 0 if first is None else first.uses
+        uses_before = 0 if first is None else uses_of(first)
         inner = class_of_new(uses_before, len(missing), is_end=False)
         end = class_of_new(uses_before, len(missing), is_end=True)
         noted = self._noted
@@ -111,26 +110,26 @@ class ReusePolicy(CachePolicy[V]):
     def note_order(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
         """Learn what follows what, where :meth:`note_chain` has not said it."""
         for before, key in pairwise(keys):
-            chunk = self._stored.get(key)
-            if chunk is not None and chunk.before is None:
-                chunk.before = before
+            if key in self._stored and key not in self._before:
+                self._before[key] = before
                 self._add_successor(before)
 
     def update_on_put(self, key: ChunkKey) -> None:
         """File the chunk in its queue; one that is remembered was used again."""
-        before, chunk_class = self._noted.pop(key, (None, UNKNOWN))
-        chunk = self._gone.pop(key, None)
-        if chunk is None:
-            chunk = _Chunk(chunk_class, self._epoch, before)
+        noted, chunk_class = self._noted.pop(key, (None, UNKNOWN))
+        gone = self._gone.pop(key, None)
+        if gone is None:
+            state = new_state(queue_number(self._epoch, chunk_class))
             self._model.start_waiting(chunk_class)
         else:
-            chunk.before = chunk.before or before
-            self._use(chunk)
-        self._stored[key] = chunk
-        if chunk.before is not None:
-            self._add_successor(chunk.before)
+            state = self._after_use(gone)
+        self._stored[key] = state
+        before = self._before.get(key, noted)
+        if before is not None:
+            self._before[key] = before
+            self._add_successor(before)
         if key not in self._num_after:
-            self._add_end(key, chunk)
+            self._add_end(key, queue_of(state))
         self._epoch_part += EPOCHS_PER_TURNOVER / max(len(self._stored), _MIN_CHUNKS)
         while self._epoch_part >= 1:
             self._epoch_part -= 1
@@ -138,35 +137,34 @@ class ReusePolicy(CachePolicy[V]):
 
     def update_on_hit(self, key: ChunkKey, mapping: MutableMapping[ChunkKey, V]) -> None:
         """Move the chunk to the queue of those used now. Uses within one epoch count as one."""
-        chunk = self._stored[key]
+        state = self._stored[key]
+        queue = queue_of(state)
         is_end = key not in self._num_after
-        if chunk.epoch == self._epoch:
+        if epoch_of(queue) == self._epoch:
             if key in self._aside:
                 self._aside.remove(key)
-                self._add_end(key, chunk)
+                self._add_end(key, queue)
             elif is_end:
-                self._ends[chunk.epoch, chunk.chunk_class].move_to_end(key)
+                self._ends[queue].move_to_end(key)
             return
-        if not is_end:
-            self._use(chunk)
-            return
-        self._drop_end(key, chunk)
-        self._use(chunk)
-        self._add_end(key, chunk)
+        if is_end:
+            self._drop_end(key, queue)
+        state = self._stored[key] = self._after_use(state)
+        if is_end:
+            self._add_end(key, queue_of(state))
 
     def update_on_force_evict(self, key: ChunkKey) -> None:
         """Remember the chunk by name; its predecessor may be the next candidate."""
-        chunk = self._stored.pop(key)
+        state = self._stored.pop(key)
         if key not in self._num_after:
-            self._drop_end(key, chunk)
-        self._gone[key] = chunk
+            self._drop_end(key, queue_of(state))
+        self._gone[key] = state
+        before = self._before.get(key)
         turnover = max(len(self._stored), _MIN_CHUNKS)
         while len(self._gone) > min(HORIZON_TURNOVERS * turnover, max(_MAX_GONE, turnover)):
-            forgotten = self._gone.popitem(last=False)[1]
-            age = self._epoch - forgotten.epoch
-            self._model.stop_waiting(forgotten.chunk_class, age, used=False)
-        if chunk.before is not None:
-            self._drop_successor(chunk.before)
+            self._forget_oldest()
+        if before is not None:
+            self._drop_successor(before)
 
     def get_evict_candidates(
         self,
@@ -195,15 +193,13 @@ class ReusePolicy(CachePolicy[V]):
                     passed.append(key)
                 continue
             chosen.append(key)
-            before = self._stored[key].before
-            chunk = None if before is None else self._stored.get(before)
-            if before is None or chunk is None:
+            before = self._before.get(key)
+            state = None if before is None else self._stored.get(before)
+            if before is None or state is None:
                 continue
             went[before] = went.get(before, 0) + 1
             if went[before] == self._num_after[before]:
-                heapq.heappush(
-                    opened, (self._rank(chunk.epoch, chunk.chunk_class), -len(chosen), before)
-                )
+                heapq.heappush(opened, (self._rank(queue_of(state)), -len(chosen), before))
         if len(chosen) < num_candidates:
             chosen += self._held_back(mapping, set(chosen), can_evict)[
                 : num_candidates - len(chosen)
@@ -214,15 +210,15 @@ class ReusePolicy(CachePolicy[V]):
         """Take those that are ends out of their queues, until their use or the next epoch."""
         for key in keys:
             if key not in self._num_after and key not in self._aside:
-                self._drop_end(key, self._stored[key])
+                self._drop_end(key, queue_of(self._stored[key]))
                 self._aside.add(key)
 
     def _ends_in_order(self) -> Iterator[tuple[Rank, ChunkKey]]:
         if self._ranked is None:
             self._index = self._model.indices(self._learned_chunks)
-            self._ranked = sorted(self._rank(*queue) for queue in self._ends)
+            self._ranked = sorted(self._rank(queue) for queue in self._ends)
         for rank in self._ranked:
-            for key in self._ends[rank[1:]]:
+            for key in self._ends[rank[1]]:
                 yield rank, key
 
     def _held_back(
@@ -233,63 +229,63 @@ class ReusePolicy(CachePolicy[V]):
     ) -> list[ChunkKey]:
         """Chunks that could go but for a successor that cannot, worst first."""
         held = [key for key, value in mapping.items() if key not in chosen and can_evict(value)]
+        return sorted(held, key=lambda key: self._rank(queue_of(self._stored[key])))
 
-        def rank(key: ChunkKey) -> Rank:
-            chunk = self._stored[key]
-            return self._rank(chunk.epoch, chunk.chunk_class)
+    def _rank(self, queue: int) -> Rank:
+        age = self._epoch - epoch_of(queue)
+        index = self._index[class_of(queue)][BUCKET_OF_AGE[age]] if age < NUM_AGES else -1.0
+        return index, queue
 
-        return sorted(held, key=rank)
+    def _after_use(self, state: int) -> int:
+        """Note a use of a chunk that is in no queue; returns what is known of it now."""
+        queue = queue_of(state)
+        age = self._epoch - epoch_of(queue)
+        self._model.stop_waiting(class_of(queue), age, used=True)
+        uses, interval = history_after_use(state, age)
+        chunk_class = class_of_used(uses, interval / EPOCHS_PER_TURNOVER)
+        self._model.start_waiting(chunk_class)
+        return used_state(queue_number(self._epoch, chunk_class), uses, interval)
 
-    def _rank(self, epoch: int, chunk_class: int) -> Rank:
-        age = self._epoch - epoch
-        index = self._index[chunk_class][BUCKET_OF_AGE[age]] if age < NUM_AGES else -1.0
-        return index, epoch, chunk_class
-
-    def _use(self, chunk: _Chunk) -> None:
-        """Note a use of a chunk that is in no queue."""
-        age = self._epoch - chunk.epoch
-        self._model.stop_waiting(chunk.chunk_class, age, used=True)
-        chunk.uses += 1
-        chunk.interval = float(age) if chunk.uses == 2 else (chunk.interval + age) / 2
-        chunk.chunk_class = class_of_used(chunk.uses, chunk.interval / EPOCHS_PER_TURNOVER)
-        chunk.epoch = self._epoch
-        self._model.start_waiting(chunk.chunk_class)
+    def _forget_oldest(self) -> None:
+        key, state = self._gone.popitem(last=False)
+        self._before.pop(key, None)
+        queue = queue_of(state)
+        self._model.stop_waiting(class_of(queue), self._epoch - epoch_of(queue), used=False)
 
     def _add_successor(self, key: ChunkKey) -> None:
         number = self._num_after.get(key, 0) + 1
         self._num_after[key] = number
         if number == 1 and key in self._stored:
-            self._drop_end(key, self._stored[key])
+            self._drop_end(key, queue_of(self._stored[key]))
 
     def _drop_successor(self, key: ChunkKey) -> None:
         self._num_after[key] -= 1
         if self._num_after[key] == 0:
             del self._num_after[key]
             if key in self._stored:
-                self._add_end(key, self._stored[key], is_next=True)
+                self._add_end(key, queue_of(self._stored[key]), is_next=True)
 
-    def _add_end(self, key: ChunkKey, chunk: _Chunk, *, is_next: bool = False) -> None:
+    def _add_end(self, key: ChunkKey, number: int, *, is_next: bool = False) -> None:
         """Put the chunk into its queue, at the end, or at the start if it is to go next."""
-        queue = self._ends.get((chunk.epoch, chunk.chunk_class))
+        queue = self._ends.get(number)
         if queue is None:
-            queue = self._ends[chunk.epoch, chunk.chunk_class] = OrderedDict()
+            queue = self._ends[number] = OrderedDict()
             if self._ranked is not None:
-                insort(self._ranked, self._rank(chunk.epoch, chunk.chunk_class))
+                insort(self._ranked, self._rank(number))
         queue[key] = None
         if is_next:
             queue.move_to_end(key, last=False)
 
-    def _drop_end(self, key: ChunkKey, chunk: _Chunk) -> None:
+    def _drop_end(self, key: ChunkKey, number: int) -> None:
         if key in self._aside:
             self._aside.remove(key)
             return
-        queue = self._ends[chunk.epoch, chunk.chunk_class]
+        queue = self._ends[number]
         del queue[key]
         if not queue:
-            del self._ends[chunk.epoch, chunk.chunk_class]
+            del self._ends[number]
             if self._ranked is not None:
-                rank = self._rank(chunk.epoch, chunk.chunk_class)
-                del self._ranked[bisect_left(self._ranked, rank)]
+                del self._ranked[bisect_left(self._ranked, self._rank(number))]
 
     def _begin_epoch(self) -> None:
         """Learn from the epoch that ends. The queues are ranked anew when somebody asks."""
@@ -299,4 +295,4 @@ class ReusePolicy(CachePolicy[V]):
         self._learned_chunks = max(len(self._stored), _MIN_CHUNKS)
         aside, self._aside = self._aside, set()
         for key in aside:
-            self._add_end(key, self._stored[key])
+            self._add_end(key, queue_of(self._stored[key]))
