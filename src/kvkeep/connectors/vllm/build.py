@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.config import Settings
 from kvkeep.connectors.vllm.identity import worker_identity
+from kvkeep.connectors.vllm.kv_settings import adapter_facts, are_inputs_hashed
 from kvkeep.connectors.vllm.layout import block_size_of, check_supported, declare_layout
 from kvkeep.connectors.vllm.place import stores_on_first_rank_only, worker_place
 from kvkeep.connectors.vllm.scheduler import SchedulerOptions, SchedulerSide
@@ -132,5 +133,7 @@ def build_scheduler(
         prefetches=prefetches(settings),
         hold_s=_HOLD_SHARE * (lookup.lease - prefetch.timeout),
         loads_between_steps=settings.load.asynchronous,
+        adapter_settings=adapter_facts(vllm_config),
+        inputs_are_hashed=are_inputs_hashed(vllm_config),
     )
     return SchedulerSide(client, options)

@@ -7,11 +7,16 @@ content, since a folder's name says nothing about what is in it.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvkeep.config import IdentitySettings
+from kvkeep.connectors.vllm.kv_settings import (
+    FILE_LOAD_FORMATS,
+    as_text,
+    engine_facts,
+    load_format_of,
+)
 from kvkeep.errors import IdentityError
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import KVLayout
@@ -70,18 +75,19 @@ def weights_revision(vllm_config: VllmConfig) -> str:
         IdentityError: neither can be had.
     """
     model = vllm_config.model_config
-    load_format = vllm_config.load_config.load_format
-    if str(getattr(load_format, "value", load_format)) == "dummy":
+    load_format = load_format_of(vllm_config)
+    if load_format == "dummy":
         return f"dummy:{model.seed}"
     path = Path(model.model)
-    if path.exists():
+    is_read_from_files = load_format in FILE_LOAD_FORMATS and not model.model_weights
+    if is_read_from_files and path.exists():
         return fingerprint_files(path)
     commit = getattr(model.hf_config, "_commit_hash", None)
-    if commit:
+    if is_read_from_files and commit and model.hf_config_path is None:
         return f"commit:{commit}"
     raise IdentityError(
-        f"nothing tells the weights of {model.model} from others of that name; "
-        "set identity.revision to a text that does"
+        f"nothing tells the weights of {model.model}, loaded as {load_format!r}, from others of "
+        "that name; set identity.revision to a text that does"
     )
 
 
@@ -93,17 +99,7 @@ def config_digest(vllm_config: VllmConfig) -> str:
         for name, value in model.hf_config.to_dict().items()
         if name not in IGNORED_CONFIG
     }
-    parallel = vllm_config.parallel_config
-    facts: list[Any] = [
-        values,
-        str(model.dtype),
-        model.quantization,
-        str(vllm_config.cache_config.cache_dtype),
-        parallel.tensor_parallel_size,
-        parallel.pipeline_parallel_size,
-        parallel.enable_expert_parallel,
-    ]
-    text = json.dumps(facts, sort_keys=True, default=str)
+    text = as_text([values, *engine_facts(vllm_config)])
     return hashlib.sha256(b"kvkeep vllm config\0" + text.encode()).hexdigest()
 
 

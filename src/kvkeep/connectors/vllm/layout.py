@@ -56,6 +56,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         ),
         "its attention is not causal": bool(getattr(spec, "non_causal", False)),
         "its cache stores no single token per slot": getattr(spec, "tokens_per_state", 1) != 1,
+        "its pages hold a scale per token, all of which its first forward pass sets to one": bool(
+            getattr(spec.kv_quant_mode, "is_per_token_head", False)
+        ),
         "decode context parallelism splits a block's tokens over ranks": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),

@@ -5,10 +5,14 @@ Scheduler process only, from the scheduler's thread.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
+import os
+import re
+import uuid
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
+
+#: What vLLM's hashes of inputs look like: blake3, SHA-256 or SHA-512 in hex.
+_CONTENT_HASH = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 
 
 @dataclass(slots=True)
@@ -62,34 +69,88 @@ class TrackedRequest:
         return as_token_bytes(self._ids[:num_tokens])
 
 
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """An adapter as it was when it was first seen, which is when the engine loads it.
+
+    Attributes:
+        name: what it is called.
+        path: its folder.
+        files: name, size, inode and times of its files.
+        text: name and fingerprint, None without readable files.
+    """
+
+    name: str
+    path: str
+    files: tuple[tuple[str | int, ...], ...]
+    text: str | None
+
+
 class LoraNames:
     """Names of LoRA adapters that tell two adapters apart, whatever they are called.
 
-    The fingerprint is taken when an adapter is first seen, which is when the engine loads it.
+    vLLM knows an adapter by its number: it loads it once, and again whenever it had to make room
+    for others. So a number stands for the files that it was first seen with; where it is seen with
+    others, nobody knows any more which of them the engine has.
     """
 
-    def __init__(self) -> None:
-        """Know no adapter yet."""
-        self._names: dict[tuple[int, str, str], str | None] = {}
+    def __init__(self, settings: str = "") -> None:
+        """Know no adapter yet.
+
+        Args:
+            settings: how this engine applies adapters; part of every name.
+        """
+        self._settings = settings
+        self._adapters: dict[int, _Adapter] = {}
+        self._unsure: set[int] = set()
 
     def name_of(self, lora: LoRARequest) -> str | None:
         """Name and fingerprint, or None if the adapter has none that lasts.
 
-        That is so if its files cannot be read here, or if it was ever loaded in place of another.
+        That is so if its files cannot be read here or have changed since they were first seen, if
+        its number is that of another adapter, too, or if it was ever loaded in place of another.
         """
-        key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if lora.load_inplace:
-            self._names[key] = None  # its weights change under requests that run
-        if key not in self._names:
-            fingerprint = fingerprint_adapter(Path(lora.lora_path))
+        number, path = lora.lora_int_id, Path(lora.lora_path)
+        files = adapter_files(path)
+        known = self._adapters.get(number)
+        if known is None:
+            fingerprint = fingerprint_adapter(path)
             if fingerprint is None:
                 logger.warning(
                     "adapter %s has no readable files at %s; its requests are not cached",
                     lora.lora_name,
                     lora.lora_path,
                 )
-            self._names[key] = fingerprint and f"{lora.lora_name}@{fingerprint}"
-        return self._names[key]
+            kind = f"{self._settings};3d={lora.is_3d_lora_weight}"
+            text = fingerprint and f"{lora.lora_name}@{fingerprint};{kind}"
+            known = _Adapter(lora.lora_name, lora.lora_path, files, text)
+            self._adapters[number] = known
+        is_the_same = (lora.lora_name, lora.lora_path, files) == (
+            known.name,
+            known.path,
+            known.files,
+        )
+        if lora.load_inplace or not is_the_same:
+            if number not in self._unsure:
+                logger.warning(
+                    "adapter %s (%d) is not what it was; its requests are not cached any more",
+                    lora.lora_name,
+                    number,
+                )
+            self._unsure.add(number)
+        return None if number in self._unsure else known.text
+
+
+def adapter_files(directory: Path) -> tuple[tuple[str | int, ...], ...]:
+    """What changes when a file of an adapter does, read without its content."""
+    try:
+        stats = [(path.name, path.stat()) for path in sorted(directory.iterdir())]
+    except OSError:
+        return ()
+    return tuple(
+        (name, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in stats
+    )
 
 
 def fingerprint_adapter(directory: Path) -> str | None:
@@ -110,8 +171,18 @@ def fingerprint_adapter(directory: Path) -> str | None:
     return digest.hexdigest() if files else None
 
 
-def scope_of(request: Request, loras: LoraNames) -> RequestScope | None:
+def scope_of(
+    request: Request, loras: LoraNames, *, inputs_are_hashed: bool = True
+) -> RequestScope | None:
     """What ``request`` adds to the identity.
+
+    An image whose name is not the hash of its content (a client gave it, or vLLM only counts) means
+    something else in another process, so what depends on it is found in this one only.
+
+    Args:
+        request: a request of vLLM.
+        loras: names adapters.
+        inputs_are_hashed: vLLM names images by their content.
 
     Returns:
         None if its KV depends on something that has no name: prompt embeddings, a pooling task,
@@ -129,11 +200,22 @@ def scope_of(request: Request, loras: LoraNames) -> RequestScope | None:
     for feature in request.mm_features:
         if not feature.identifier and not feature.mm_hash:
             return None
+        name = feature.mm_hash or feature.identifier
+        inputs_are_hashed = inputs_are_hashed and bool(_CONTENT_HASH.fullmatch(name))
         content = f"{feature.modality}\0{feature.identifier}\0{feature.mm_hash or ''}"
         extras.append(Extra(feature.mm_position.offset, content))
-    return make_scope(
+    scope = make_scope(
         salt=request.cache_salt or "",
         lora=lora,
         request_configs=request.kv_transfer_params,
         extras=sorted(extras),
     )
+    if extras and not inputs_are_hashed:
+        return replace(scope, tags=tuple(sorted((*scope.tags, _own_tag(os.getpid())))))
+    return scope
+
+
+@functools.lru_cache(1)
+def _own_tag(pid: int) -> tuple[str, str]:
+    """A tag that no other process has, nor this one after a restart."""
+    return f"inputs of {pid} {uuid.uuid4()}", ""

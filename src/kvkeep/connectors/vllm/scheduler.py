@@ -55,6 +55,8 @@ class SchedulerOptions:
         prefetches: requests wait in the queue while their chunks come from slow tiers.
         hold_s: how long after an answer the workers are sure to hold what they found.
         loads_between_steps: requests wait for their load, and no step does.
+        adapter_settings: how the engine applies LoRA adapters.
+        inputs_are_hashed: the engine names images by their content.
     """
 
     chunk_size: int
@@ -66,6 +68,8 @@ class SchedulerOptions:
     prefetches: bool = False
     hold_s: float = 60.0
     loads_between_steps: bool = False
+    adapter_settings: str = ""
+    inputs_are_hashed: bool = True
 
 
 class SchedulerSide:
@@ -80,7 +84,7 @@ class SchedulerSide:
         """
         self._client = client
         self._options = options
-        self._loras = LoraNames()
+        self._loras = LoraNames(options.adapter_settings)
         self._asking = Asking(client, prefetches=options.prefetches, hold_s=options.hold_s)
         self._tracked: dict[str, TrackedRequest] = {}
         self._loads: list[LoadSpec] = []
@@ -190,13 +194,12 @@ class SchedulerSide:
             tracked = self._tracked.get(req_id)
             if tracked is None or not tracked.may_store:
                 continue
-            if tracked.request.resumable:  # a turn may have brought an image, and nobody asked
-                tracked.scope = self._scope_of(tracked.request)
-            if tracked.scope is None:
-                continue
             num_after = num_before + output.num_scheduled_tokens.get(req_id, 0)
             end = self._end_of_save(tracked.request, num_after)
             if end <= tracked.saved:
+                continue
+            self._look_again(tracked)
+            if tracked.scope is None:
                 continue
             table = blocks.resolve_block_ids(req_id)[0]
             start = tracked.saved - tracked.saved % self._options.chunk_size
@@ -273,15 +276,17 @@ class SchedulerSide:
             tracked = TrackedRequest(request, self._scope_of(request))
             tracked.may_store = not self._suspects
             self._tracked[request.request_id] = tracked
-        elif request.resumable:
-            tracked.scope = self._scope_of(request)
-        lora = request.lora_request
-        if lora is not None and lora.load_inplace:
-            for other in self._tracked.values():
-                used = other.request.lora_request
-                if used is not None and used.lora_int_id == lora.lora_int_id:
-                    other.may_store = False
+        else:
+            self._look_again(tracked)
         return tracked
+
+    def _look_again(self, tracked: TrackedRequest) -> None:
+        """What a request adds to the identity, where that may have changed since it came.
+
+        A turn of a session may bring an image, and the files of an adapter may be replaced.
+        """
+        if tracked.request.resumable or tracked.request.lora_request is not None:
+            tracked.scope = self._scope_of(tracked.request)
 
     def _num_to_ask(self, request: Request, tracked: TrackedRequest) -> int:
         """Leading tokens that may be found and loaded."""
@@ -298,7 +303,8 @@ class SchedulerSide:
 
     def _scope_of(self, request: Request) -> RequestScope | None:
         """What a request adds to the identity, the last reset included."""
-        scope = scope_of(request, self._loras)
+        is_hashed = self._options.inputs_are_hashed
+        scope = scope_of(request, self._loras, inputs_are_hashed=is_hashed)
         if scope is None or not self._reset_tag:
             return scope
         return replace(scope, tags=tuple(sorted((*scope.tags, (self._reset_tag, "")))))

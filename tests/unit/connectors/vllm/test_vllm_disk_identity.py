@@ -65,6 +65,7 @@ OTHERS = {
     "chunk size": (None, {"chunk_size": 16}),
     "tags": (None, {"settings": IdentitySettings(tags=(("team", "a"),))}),
     "revision": (None, {"settings": IdentitySettings(revision="r1")}),
+    "other files of the folder": (None, {"load_format": "pt"}),
 }
 
 

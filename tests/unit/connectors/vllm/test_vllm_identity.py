@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVQuantMode,
     SlidingWindowSpec,
 )
 
@@ -26,6 +27,7 @@ from kvkeep.connectors.vllm.settings import engine_settings, socket_paths
 from kvkeep.errors import ConfigError, IdentityError, LayoutError, LookupServiceError
 
 LAYERS = ["model.layers.0.attn", "model.layers.1.attn"]
+PER_TOKEN = KVQuantMode.INT8_PER_TOKEN_HEAD
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 
 
@@ -193,8 +195,9 @@ def test_declared_layout(engine_config):
         ),
         (caches_config(replace(SPEC, non_causal=True)), "not causal"),
         (caches_config(replace(SPEC, tokens_per_state=2)), "single token"),
+        (caches_config(replace(SPEC, kv_quant_mode=PER_TOKEN)), "a scale per token"),
     ],
-    ids=["groups", "sliding", "non-causal", "states"],
+    ids=["groups", "sliding", "non-causal", "states", "scales"],
 )
 def test_what_kvkeep_cannot_keep_is_refused(engine_config, cache_config, reason):
     with pytest.raises(LayoutError, match=reason):
