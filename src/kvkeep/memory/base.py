@@ -68,28 +68,29 @@ class MemoryOwner(Protocol):
 class MemoryObj:
     """A view of pool memory that is given back when nobody references or pins it.
 
-    It starts with one reference, which belongs to whoever allocated it.
+    It starts with one reference, which belongs to whoever allocated it. There are as many as chunks
+    in a pool, so it holds no view of its bytes: each use makes one.
     """
 
-    __slots__ = ("_allocator", "_array", "_is_over", "_pins", "_refs", "metadata", "offset")
+    __slots__ = ("_allocator", "_is_over", "_memory", "_pins", "_refs", "metadata", "offset")
 
     def __init__(
         self,
         allocator: MemoryOwner,
         offset: int,
-        array: npt.NDArray[np.uint8],
+        memory: npt.NDArray[np.uint8],
         metadata: MemoryObjMetadata,
     ) -> None:
         """Called by allocators only.
 
         Args:
             allocator: where the memory goes back to.
-            offset: position of the first byte in the allocator's pool.
-            array: the bytes, one-dimensional, ``metadata.size_bytes`` long.
-            metadata: what they hold.
+            offset: position of the first byte in ``memory``.
+            memory: all bytes that the offset counts in, one-dimensional.
+            metadata: what the object holds.
         """
         self._allocator = allocator
-        self._array: npt.NDArray[np.uint8] | None = array
+        self._memory: npt.NDArray[np.uint8] | None = memory  # None: it was given back
         self._refs = 1  # guarded by _allocator.count_lock
         self._pins = 0  # guarded by _allocator.count_lock
         self._is_over = False  # it went back to the allocator; guarded by _allocator.count_lock
@@ -103,9 +104,10 @@ class MemoryObj:
         Raises:
             OwnershipError: the memory was given back.
         """
-        if self._array is None:
+        memory = self._memory
+        if memory is None:
             raise OwnershipError(f"memory at offset {self.offset} was used after it was given back")
-        return self._array
+        return memory[self.offset : self.offset + self.metadata.size_bytes]
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -138,7 +140,7 @@ class MemoryObj:
     @property
     def is_alive(self) -> bool:
         """The memory was not given back yet."""
-        return self._array is not None
+        return self._memory is not None
 
     @property
     def ref_count(self) -> int:
@@ -193,7 +195,7 @@ class MemoryObj:
 
     def invalidate_locked(self) -> None:
         """Make every later use an error, because the pool is closed. Called by allocators only."""
-        self._array = None
+        self._memory = None
 
     def ref_up_locked(self) -> None:
         """Like :meth:`ref_count_up`, with the allocator's ``count_lock`` held."""
@@ -224,11 +226,11 @@ class MemoryObj:
             self._allocator.note_release_locked(None)
         else:
             self._is_over = True
-            self._array = None
+            self._memory = None
             self._allocator.note_release_locked(self)
 
     def _check_alive(self) -> None:
-        if self._array is None:
+        if self._memory is None:
             raise OwnershipError(f"memory at offset {self.offset} was used after it was given back")
 
     def __repr__(self) -> str:

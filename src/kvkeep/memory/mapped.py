@@ -58,7 +58,7 @@ class MappedPool:
         if offset < 0 or offset + size > self.size_bytes:
             raise ValueError(f"[{offset}, {offset + size}) is not inside {self.size_bytes} bytes")
         meta = MemoryObjMetadata(tuple(shape), dtype, fmt, size)
-        return MemoryObj(self, offset, self._array[offset : offset + size], meta)
+        return MemoryObj(self, offset, self._array, meta)
 
     def note_release_locked(self, ended: MemoryObj | None) -> None:
         """Nothing: the memory is its owner's."""

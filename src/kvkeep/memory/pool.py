@@ -68,7 +68,8 @@ class PoolAllocator(MemoryAllocatorInterface):
         """
         if start % ALIGNMENT_BYTES:
             raise ValueError(f"a pool starts at a multiple of {ALIGNMENT_BYTES} bytes, not {start}")
-        self._array: npt.NDArray[np.uint8] | None = arena.claim(start, end)  # guarded by count_lock
+        arena.claim(start, end)
+        self._array: npt.NDArray[np.uint8] | None = arena.array  # guarded by count_lock
         self._arena = arena
         self._start = start
         self.signal = signal if signal is not None else ReleaseSignal()
@@ -122,7 +123,6 @@ class PoolAllocator(MemoryAllocatorInterface):
         metadata = describe(shape, dtype, fmt)
         if batch_size < 0:
             raise ValueError(f"a batch of {batch_size} objects cannot be allocated")
-        size_bytes = metadata.size_bytes
         objects: list[MemoryObj] = []
         with self.count_lock:
             array = self._array
@@ -130,14 +130,13 @@ class PoolAllocator(MemoryAllocatorInterface):
                 return None
             self._is_busy = True
             try:
-                offsets = self._take_locked(size_bytes, batch_size)
+                offsets = self._take_locked(metadata.size_bytes, batch_size)
             finally:
                 self._settle_locked()
             if offsets is None:
                 return None
             for offset in offsets:
-                first = offset - self._start
-                obj = MemoryObj(self, offset, array[first : first + size_bytes], metadata)
+                obj = MemoryObj(self, offset, array, metadata)
                 self._living[offset] = obj
                 objects.append(obj)
         return objects
@@ -212,7 +211,7 @@ class PoolAllocator(MemoryAllocatorInterface):
         if self._living.keys() != used.keys():
             lost = sorted(self._living.keys() ^ used.keys())[:8]
             raise OwnershipError(f"objects and ranges handed out differ at the offsets {lost}")
-        base = _address(array) - self._start
+        base = _address(array)
         for offset, obj in self._living.items():
             if obj in self._ended:  # just now, by the garbage collector
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,15 +128,15 @@ def _break_by_losing_a_slot(allocator, objects):
 
 
 def _break_by_moving_an_object(allocator, objects):
-    array = objects[0]._array
-    objects[0]._array = objects[1]._array
-    return lambda: setattr(objects[0], "_array", array)
+    memory = objects[0]._memory
+    objects[0]._memory = memory[objects[1].offset - objects[0].offset :]
+    return lambda: setattr(objects[0], "_memory", memory)
 
 
 def _break_by_growing_an_object(allocator, objects):
-    array = objects[0]._array
-    objects[0]._array = allocator._array[:100]
-    return lambda: setattr(objects[0], "_array", array)
+    meta = objects[0].metadata
+    objects[0].metadata = replace(meta, shape=(100,), size_bytes=100)
+    return lambda: setattr(objects[0], "metadata", meta)
 
 
 @pytest.mark.parametrize(
