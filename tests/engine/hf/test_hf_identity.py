@@ -78,6 +78,23 @@ def test_fault_9_a_replaced_parameter_is_noticed(tiny, keep, prompt) -> None:
         assert kept.last_call.num_found == 0
 
 
+@pytest.mark.parametrize("is_inference", [False, True], ids=["data", "inference mode"])
+def test_fault_9_weights_that_change_without_a_count_are_noticed(
+    is_inference, tiny, keep, prompt
+) -> None:
+    """Fault 9: torch counts no write to ``.data``, nor to weights made in inference mode."""
+    with torch.inference_mode(is_inference):
+        model = tiny()
+    ids = prompt(40)
+    with keep(model) as kept:
+        kept.generate(ids, **GREEDY)
+        with torch.inference_mode(is_inference):
+            for weight in model.parameters():
+                weight.data.mul_(1.3)
+        assert torch.equal(kept.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+        assert kept.last_call.num_found == 0
+
+
 def test_fault_9_a_changed_config_is_noticed(tiny, keep, prompt) -> None:
     model = tiny()
     ids = prompt(40)

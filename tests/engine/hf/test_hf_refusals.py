@@ -37,6 +37,45 @@ def test_a_model_without_attention_is_refused() -> None:
         attach(transformers.MambaForCausalLM(config).eval())
 
 
+def test_fault_9_attention_that_is_not_causal_is_refused(tiny) -> None:
+    """Fault 9: the KV of a prefix would differ with what follows it."""
+    with pytest.raises(LayoutError, match="not causal"):
+        attach(tiny(is_causal=False))
+
+
+def test_a_model_in_training_mode_is_attached_and_stays_in_it(tiny) -> None:
+    model = tiny(attention_dropout=0.5).train()
+    model.lm_head.eval()
+    attach(model).close()
+    assert model.training
+    assert model.model.layers[0].training
+    assert not model.lm_head.training
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_fault_9_hooks_are_refused(kind, tiny, keep, prompt) -> None:
+    """Fault 9: a hook steers the model, with the same weights and the same config."""
+
+    def steer(module, args, output=None):
+        changed = args[0] if output is None else output
+        return (changed + 0.5, *args[1:]) if output is None else changed + 0.5
+
+    model = tiny()
+    ids = prompt(40)
+    with keep(model) as kept:
+        kept.generate(ids, max_new_tokens=2)
+        hook = getattr(model.model.layers[0].mlp, kind)(steer)
+        with pytest.raises(LayoutError, match=r"layers\.0\.mlp has a forward hook"):
+            kept.generate(ids, max_new_tokens=2)
+        with pytest.raises(LayoutError, match="forward hook"):
+            attach(model)
+        hook.remove()
+        model.generate(ids, max_new_tokens=2, output_hidden_states=True)  # with hooks of its own
+        expected = model.generate(ids, do_sample=False, max_new_tokens=4)
+        assert torch.equal(kept.generate(ids, do_sample=False, max_new_tokens=4), expected)
+        assert kept.last_call.num_found == 32
+
+
 def test_an_encoder_decoder_is_refused() -> None:
     config = transformers.T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4

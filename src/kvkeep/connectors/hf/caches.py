@@ -205,6 +205,8 @@ def _declared_layout(model: Any, config: Any) -> KVLayout:
 def _probe(model: Any, layout: KVLayout) -> tuple[torch.device, ...]:
     """Run a few tokens and compare the cache that comes out with ``layout``.
 
+    Run them again with another last token: the KV of the tokens before it must not depend on it.
+
     Returns:
         The device of each layer's cache.
     """
@@ -212,8 +214,7 @@ def _probe(model: Any, layout: KVLayout) -> tuple[torch.device, ...]:
     count = next(n for n in range(2, 6) if n not in (layout.num_kv_heads, layout.head_size))
     token = 0 if getattr(model.config, "pad_token_id", None) == 1 else 1
     ids = torch.full((1, count), token, device=model.device)
-    with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+    cache = _run(model, ids)
     name = type(model).__name__
     _check_layers(cache, name, model.config.get_text_config(decoder=True))
     expected = (1, layout.num_kv_heads, count, layout.head_size)
@@ -225,4 +226,31 @@ def _probe(model: Any, layout: KVLayout) -> tuple[torch.device, ...]:
                     f"layer {number} of {name} keeps {dtype} {tuple(tensor.shape)}, but its config "
                     f"promises {layout.dtype} {expected}"
                 )
+    ids[0, -1] = token + 2
+    for before, after in zip(cache.layers, _run(model, ids).layers, strict=True):
+        for one, other in ((before.keys, after.keys), (before.values, after.values)):
+            _check_same(one[:, :, :-1], other[:, :, :-1], name)
     return tuple(layer.keys.device for layer in cache.layers)
+
+
+def _run(model: Any, ids: torch.Tensor) -> Any:
+    """The cache after a forward pass over ``ids``, without dropout whatever the model's mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=True).past_key_values
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _check_same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    """Two runs gave the same KV, but for rounding."""
+    left, right = one.float(), other.float()
+    tolerance = max(1e-3, 4 * torch.finfo(one.dtype).eps)
+    if bool((left - right).norm() > tolerance * left.norm()):
+        raise LayoutError(
+            f"the KV of a token depends on later tokens in {name}: its attention is not causal, so "
+            "its KV does not belong to a prefix"
+        )

@@ -24,6 +24,8 @@ from kvkeep.tokens import PLAIN, RequestScope, make_scope
 IGNORED_CONFIG = frozenset(
     {"_name_or_path", "transformers_version", "use_cache", "id2label", "label2id"}
 )
+#: Weights of which each call looks at some values, and values of each.
+SAMPLED_TENSORS, SAMPLED_VALUES = 512, 16
 #: Threads that hash; hashing releases the interpreter's lock.
 MAX_THREADS = 4
 
@@ -59,17 +61,31 @@ def config_digest(model: Any) -> str:
 
 
 def weights_state(model: Any) -> int:
-    """A number that changes when a weight is replaced or written to by torch; reads no weight.
+    """A number that changes when a weight is replaced or written to; reads a few values only.
 
-    Writes that go around torch (through ``.data`` or a numpy view) do not show.
+    Writes that torch does not count (through ``.data``, a numpy view, or to weights that were made
+    in inference mode) show by the values that are read, so they do not where they leave all but a
+    few weights as they are.
     """
-    return hash(
-        tuple(
-            (name, tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
-            for name, tensor in _tensors(model)
-            if not tensor.is_meta
-        )
+    tensors = [(name, tensor) for name, tensor in _tensors(model) if not tensor.is_meta]
+    versions = tuple(
+        (name, tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+        for name, tensor in tensors
     )
+    step = -(-len(tensors) // SAMPLED_TENSORS) or 1
+    return hash((versions, _sampled([tensor for _, tensor in tensors[::step]])))
+
+
+def _sampled(tensors: list[torch.Tensor]) -> bytes:
+    """The bytes of some values of each tensor; one that is no plain block of memory has none."""
+    parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+        if is_plain and tensor.numel():
+            values = tensor.detach().view(-1)[:: -(-tensor.numel() // SAMPLED_VALUES)]
+            parts.setdefault((tensor.device, tensor.dtype), []).append(values)
+    joined = (torch.cat(values).view(torch.uint8).cpu() for values in parts.values())
+    return b"".join(block.numpy().tobytes() for block in joined)
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -119,8 +135,9 @@ class ModelWeights:
         """What requests add to the identity: nothing, or a tag for weights or config that changed.
 
         Raises:
-            LayoutError: the model carries adapters by now.
+            LayoutError: the model carries adapters or hooks by now.
         """
+        refuse_hooks(self._model)
         state = (weights_state(self._model), config_digest(self._model))
         if state != self._state:
             refuse_adapters(self._model)
@@ -146,3 +163,21 @@ def refuse_adapters(model: Any) -> None:
             f"{type(model).__name__} carries adapters, which can be switched unseen; merge them "
             "into the weights (merge_and_unload) and attach the result"
         )
+
+
+def refuse_hooks(model: Any) -> None:
+    """Forward hooks may change what a layer computes, without a trace in weights or config.
+
+    Those of transformers itself only look on.
+
+    Raises:
+        LayoutError: the model has others.
+    """
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                raise LayoutError(
+                    f"{name or type(model).__name__} has a forward hook ({hook!r}), which may "
+                    "change KV and would not see the tokens that are loaded; remove it, or call "
+                    "generate of the model itself"
+                )

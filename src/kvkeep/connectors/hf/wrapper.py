@@ -33,7 +33,7 @@ from kvkeep.connectors.hf.caches import (
     new_cache,
     row_pairs,
 )
-from kvkeep.connectors.hf.fingerprint import ModelWeights, refuse_adapters
+from kvkeep.connectors.hf.fingerprint import ModelWeights, refuse_adapters, refuse_hooks
 from kvkeep.connectors.hf.rows import CallReport, PromptRow, RowReport, split_rows
 from kvkeep.engine import CacheEngine
 from kvkeep.errors import MissingExtraError
@@ -72,7 +72,8 @@ def attach(
         The model in a wrapper: ``generate`` uses the cache, everything else is the model's.
 
     Raises:
-        LayoutError: the model's cache is not plain attention KV, or it carries adapters.
+        LayoutError: the model's cache is not plain attention KV, its attention is not causal, or
+            it carries adapters or hooks.
         IdentityError: the weights cannot be read and no revision was given.
         ConfigError: the environment or its file has a wrong setting.
     """
@@ -85,6 +86,7 @@ def attach(
     for setting in given_for_vllm(settings):
         _log.warning("%s was given, and has no effect under transformers", setting)
     refuse_adapters(model)
+    refuse_hooks(model)
     caches = declare_caches(model)
     weights = ModelWeights(model, revision or settings.identity.revision)
     identity = CacheIdentity(
