@@ -7,6 +7,7 @@ LoRA, the salt or the layout. Level 0: no torch.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -35,6 +36,11 @@ def _encode(value: object) -> bytes:
     else:
         raise IdentityError(f"cannot encode {type(value).__name__} {value!r} into an identity")
     return letter + b"%d:" % len(content) + content
+
+
+def _byte_order() -> bytes:
+    """What tells big-endian machines, whose KV bytes are in another order, from all others."""
+    return b"" if sys.byteorder == "little" else b"big-endian\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +89,11 @@ class CacheIdentity:
 
     def root(self) -> bytes:
         """The 32-byte root of every key chain of this identity."""
-        return hashlib.sha256(b"kvkeep root\0" + self.encode()).digest()
+        return hashlib.sha256(b"kvkeep root\0" + _byte_order() + self.encode()).digest()
 
     def digest(self) -> bytes:
         """32 bytes that stand for this identity in headers of stored chunks."""
-        return hashlib.sha256(b"kvkeep identity\0" + self.encode()).digest()
+        return hashlib.sha256(b"kvkeep identity\0" + _byte_order() + self.encode()).digest()
 
     def for_request(
         self,

@@ -239,6 +239,13 @@ def test_incomplete_identities_are_refused(changes, message):
         base(**changes)
 
 
+def test_fault_9_machines_of_another_byte_order_share_nothing(monkeypatch):
+    """Fault 9: KV is stored as it lies in memory."""
+    here = base().root(), base().digest()
+    monkeypatch.setattr("kvkeep.identity.sys.byteorder", "big")
+    assert len({*here, base().root(), base().digest()}) == 4
+
+
 def test_a_value_that_has_no_encoding_is_refused():
     with pytest.raises(IdentityError, match="cannot encode"):
         base(salt=None).encode()

@@ -54,7 +54,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         f"its KV cache is no full attention but {spec}": (
             type(spec) not in (FullAttentionSpec, MLAAttentionSpec)
         ),
-        "its attention is not causal": bool(getattr(spec, "non_causal", False)),
+        "its attention is not causal": (
+            bool(getattr(spec, "non_causal", False)) or bool(vllm_config.model_config.is_diffusion)
+        ),
         "its cache stores no single token per slot": getattr(spec, "tokens_per_state", 1) != 1,
         "its pages hold a scale per token, all of which its first forward pass sets to one": bool(
             getattr(spec.kv_quant_mode, "is_per_token_head", False)

@@ -204,6 +204,14 @@ def test_what_kvkeep_cannot_keep_is_refused(engine_config, cache_config, reason)
         check_supported(engine_config(), cache_config)
 
 
+def test_a_diffusion_model_is_refused(engine_config):
+    """It attends to a canvas whose tokens it goes on changing."""
+    config = engine_config()
+    config.model_config.__dict__["is_diffusion"] = True
+    with pytest.raises(LayoutError, match="not causal"):
+        check_supported(config, caches_config())
+
+
 def test_a_parallel_engine_that_splits_blocks_is_refused(engine_config):
     config = engine_config()
     config.parallel_config.decode_context_parallel_size = 2
