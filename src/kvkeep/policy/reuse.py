@@ -74,7 +74,7 @@ class ReusePolicy(CachePolicy[V]):
         # what is known of each chunk, see reuse_state: of those stored, and of those remembered
         self._stored: dict[ChunkKey, int] = {}
         self._gone: OrderedDict[ChunkKey, int] = OrderedDict()
-        self._before: dict[ChunkKey, ChunkKey] = {}  # predecessors of both, as far as known
+        self._before: dict[ChunkKey, ChunkKey] = {}  # predecessors of those stored, if known
         self._noted: OrderedDict[ChunkKey, tuple[ChunkKey | None, int]] = OrderedDict()
         self._num_after: dict[ChunkKey, int] = {}  # stored successors of a chunk, if any
         # chunks without a stored successor, by queue; none is empty
@@ -116,7 +116,7 @@ class ReusePolicy(CachePolicy[V]):
 
     def update_on_put(self, key: ChunkKey) -> None:
         """File the chunk in its queue; one that is remembered was used again."""
-        noted, chunk_class = self._noted.pop(key, (None, UNKNOWN))
+        before, chunk_class = self._noted.pop(key, (None, UNKNOWN))
         gone = self._gone.pop(key, None)
         if gone is None:
             state = new_state(queue_number(self._epoch, chunk_class))
@@ -124,7 +124,6 @@ class ReusePolicy(CachePolicy[V]):
         else:
             state = self._after_use(gone)
         self._stored[key] = state
-        before = self._before.get(key, noted)
         if before is not None:
             self._before[key] = before
             self._add_successor(before)
@@ -159,10 +158,10 @@ class ReusePolicy(CachePolicy[V]):
         if key not in self._num_after:
             self._drop_end(key, queue_of(state))
         self._gone[key] = state
-        before = self._before.get(key)
         turnover = max(len(self._stored), _MIN_CHUNKS)
         while len(self._gone) > min(HORIZON_TURNOVERS * turnover, max(_MAX_GONE, turnover)):
             self._forget_oldest()
+        before = self._before.pop(key, None)
         if before is not None:
             self._drop_successor(before)
 
@@ -247,9 +246,7 @@ class ReusePolicy(CachePolicy[V]):
         return used_state(queue_number(self._epoch, chunk_class), uses, interval)
 
     def _forget_oldest(self) -> None:
-        key, state = self._gone.popitem(last=False)
-        self._before.pop(key, None)
-        queue = queue_of(state)
+        queue = queue_of(self._gone.popitem(last=False)[1])
         self._model.stop_waiting(class_of(queue), self._epoch - epoch_of(queue), used=False)
 
     def _add_successor(self, key: ChunkKey) -> None:
