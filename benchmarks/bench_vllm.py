@@ -1,220 +1,338 @@
 """Spec 14.7: through vLLM, with a real model in float32, the engine's own prefix cache off.
 
-Every engine is a process of its own, all bound to the same cores. What is compared is asked in
-turn: the engine without kvkeep and the one with it, prompt by prompt, so that what the machine does
-besides falls on both.
+In this order: what kvkeep costs requests that never hit, and gives a load of mixed ones (an engine
+with it and one without, asked in turn); the time to the first token, cold and from memory, with
+LMCache beside it if its interpreter is given; the same first after a restart, from disk and from
+Redis. Prompts are random tokens; that a warm answer is the cold one is checked each time.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import shutil
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from rich.console import Console
+from vllm_engines import Engine, EngineError, Engines, kvkeep_transfer, lmcache_transfer
 
 from kvkeep.bench.measure import Row
+from kvkeep.demo.model import prepare_model
 
-SERVER = Path(__file__).with_name("vllm_server.py")
-#: Prompts of the warm rows; the last one is the longest of whole blocks that the model takes.
-LENGTHS = (1024, 2048, 4096, 8064)
-#: Prompt lengths after a restart, from disk and from Redis.
-RESTART_LENGTHS = (1024, 4096)
+#: Prompts of each length that are computed cold, where 7 repeats are asked for: on two cores one
+#: of 8k takes 25 s. The longest one is of as many whole chunks as the model takes with an answer.
+NUM_COLD = {1024: 7, 2048: 7, 4096: 4, 7936: 2}
+#: Pairs with and without kvkeep, by length of the prompt.
+NUM_PAIRS = {256: 28, 1024: 10}
+#: Rounds of the mixed requests, their number and the tokens that each generates.
+MIXED_ROUNDS, NUM_MIXED, MIXED_TOKENS = 3, 16, 16
 #: How much longer a request may take that never hits.
 OVERHEAD = 1.03
 #: LMCache 0.5.6 with its separate server and shared memory, this model, 4,096 tokens, two cores of
-#: an AMD EPYC: seconds to the first token, cold and warm.
+#: an AMD EPYC: seconds to the first token, cold and warm. Where it is not measured beside us.
 REFERENCE_COLD_S, REFERENCE_WARM_S = 4.2, 0.075
+#: Memory of the caches, in GiB, and how long what they write behind may take to arrive elsewhere.
+POOL_GIB, SETTLE_S = 2, 2.0
+
+Prompt = list[int]
+#: What each engine is asked first.
+WARM_UP: Prompt = list(range(10, 310))
 
 
-class Engine:
-    """A running engine, asked from one thread."""
+class WrongTokenError(AssertionError):
+    """A warm answer is not the cold one."""
 
-    def __init__(self, config: dict[str, object]) -> None:
-        """Start it and wait until it serves.
 
-        Args:
-            config: ``kvkeep``: the connector's extra config, or None.
+@dataclass
+class Timing:
+    """One prompt's milliseconds to the first token, by name of the measurement."""
+
+    prompt: Prompt
+    token: int | None = None
+    ms: dict[str, list[float]] = field(default_factory=dict)
+
+    def ask(self, name: str, engines: Engines, engine: Engine) -> None:
+        """Measure once more.
+
+        Raises:
+            WrongTokenError: the token is another one than before.
         """
-        env = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        }
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the engine
-        self._process = subprocess.Popen(
-            [sys.executable, str(SERVER), json.dumps(config)],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        self._read()
+        answer = engines.ask(engine, [self.prompt])
+        token = answer.tokens[0][0]
+        if self.token is not None and token != self.token:
+            length = len(self.prompt)
+            raise WrongTokenError(f"{engine.name}: {token} after {length} tokens, not {self.token}")
+        self.token = token
+        self.ms.setdefault(name, []).append(answer.total_ms)
 
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise RuntimeError(f"the engine gave no answer:\n{self._log.read()[-2000:]}")
-        return dict(json.loads(line))
+    def median(self, name: str) -> float:
+        """Of what was measured under a name."""
+        return statistics.median(self.ms[name])
 
-    def ask(self, prompts: Sequence[list[int]], max_tokens: int = 1) -> dict[str, Any]:
-        """Generate; see ``vllm_server.py``."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(
-            json.dumps({"prompts": list(prompts), "max_tokens": max_tokens}) + "\n"
-        )
-        self._process.stdin.flush()
-        return self._read()
 
-    def first_ms(self, prompt: list[int]) -> float:
-        """Milliseconds to the first token of one prompt, the answer's way back included."""
-        return float(self.ask([prompt])["total_s"]) * 1e3
+@dataclass
+class Peer:
+    """LMCache's engine, for as long as it answers as it should."""
 
-    def close(self) -> None:
-        """Let it end, and what it writes reach its tiers."""
-        assert self._process.stdin is not None
-        with self._process.stdin:
-            self._process.stdin.write("\n")
+    engine: Engine | None
+
+    def ask(self, report: Report, timing: Timing, name: str, engines: Engines) -> None:
+        """Measure once more, if it is there."""
+        if self.engine is None:
+            return
         try:
-            self._process.wait(120)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+            timing.ask(name, engines, self.engine)
+        except (EngineError, WrongTokenError) as error:
+            report.say(f"[red]LMCache is left out from here on: {error}[/red]")
+            self.engine = None
 
 
-class Prompts:
-    """Prompts that nobody has seen."""
+class Report:
+    """Says what is going on, and keeps rows as they come."""
 
-    def __init__(self, seed: int) -> None:
-        """The same ones for the same seed."""
-        self._random = random.Random(seed)
+    def __init__(self, keep: Callable[[Sequence[Row]], object]) -> None:
+        """No rows yet; ``keep`` gets all of them after each new one."""
+        self.rows: list[Row] = []
+        self._keep = keep
+        self._begun = time.monotonic()
+        self._console = Console(stderr=True)
 
-    def new(self, length: int) -> list[int]:
-        """One more."""
-        return [self._random.randrange(3, 49_000) for _ in range(length)]
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        self._console.print(f"{time.monotonic() - self._begun:5.0f} s  {text}", highlight=False)
 
+    def add(self, row: Row) -> None:
+        """One more row."""
+        self.rows.append(row)
+        self._keep(self.rows)
+        self.say(f"[bold]{row.label}: {row.kvkeep:,.1f} {row.unit}, ratio {row.ratio:.3f}[/bold]")
 
-def _row(what: str, ours: list[float], limit: list[float], target: float | None) -> Row:
-    ratio = statistics.median(a / b for a, b in zip(ours, limit, strict=True))
-    return Row(what, statistics.median(ours), statistics.median(limit), "ms", ratio, target)
-
-
-def memory_rows(repeats: int) -> list[Row]:
-    """Warm from memory against cold, and the overhead on requests that never hit."""
-    rows = []
-    prompts = Prompts(11)
-    with (
-        closing(Engine({"kvkeep": None})) as plain,
-        closing(Engine({"kvkeep": {"cpu.size": "3GiB", "cpu.prefault": "3GiB"}})) as kept,
-    ):
-        for engine in (plain, kept):
-            engine.ask([prompts.new(300)])
-        for length in LENGTHS:
-            turns = repeats if length <= 4096 else 2
-            cold, warm, without = [], [], []
-            for _ in range(turns):
-                prompt = prompts.new(length)
-                without.append(plain.first_ms(prompt) if length <= 4096 else 0.0)
-                cold.append(kept.first_ms(prompt))
-                warm.append(kept.first_ms(prompt))
-            for _ in range(repeats - turns):
-                warm.append(kept.first_ms(prompt))
-            cold += [statistics.median(cold)] * (repeats - turns)
-            what = f"vLLM, first token of {length:,}: from memory / cold"
-            rows.append(_row(what, warm, cold, None))
-            if length <= 4096:
-                what = f"vLLM, first token of {length:,}, no hit: with / without"
-                rows.append(_row(what, cold, without, OVERHEAD))
-            if length == 4096:
-                rows.append(_reference_row(warm, cold))
-        rows += _mixed_rows(plain, kept, prompts, min(repeats, 3))
-    return rows
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part whose rows are left out if an engine fails."""
+        self.say(name)
+        try:
+            yield
+        except EngineError as error:
+            self.say(f"[red]{name}: the rest is left out: {error}[/red]")
 
 
-def _reference_row(warm: list[float], cold: list[float]) -> Row:
-    """Warm as a share of cold, beside the share that the reference reached."""
-    ours = statistics.median(w / c for w, c in zip(warm, cold, strict=True))
-    share = REFERENCE_WARM_S / REFERENCE_COLD_S
-    limit = share * statistics.median(cold)
-    what = "vLLM, 4,096 from memory / LMCache's share of cold"
-    return Row(what, statistics.median(warm), limit, "ms", ours / share, 1.0)
+def engine_of(name: str, settings: dict[str, object] | None) -> Engine:
+    """An engine with kvkeep, or without any connector; warmed up."""
+    pool = {"cpu.size": f"{POOL_GIB}GiB", "cpu.prefault": f"{POOL_GIB}GiB"}
+    transfer = kvkeep_transfer({**pool, **settings}) if settings is not None else None
+    engine = Engine(name, transfer, model=prepare_model())
+    try:
+        engine.ask([WARM_UP])
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
-def _mixed_rows(plain: Engine, kept: Engine, prompts: Prompts, repeats: int) -> list[Row]:
-    """16 requests at once, 128 to 1,088 tokens, 16 new each: all new, then half of them known."""
-    new_with, new_without, known_with, known_without = [], [], [], []
-    for _ in range(repeats):
-        batch = [prompts.new(128 + 64 * number) for number in range(16)]
-        new_without.append(plain.ask(batch, 16)["total_s"] * 1e3)
-        new_with.append(kept.ask(batch, 16)["total_s"] * 1e3)
-        half = batch[::2] + [prompts.new(128 + 64 * number) for number in range(1, 16, 2)]
-        known_without.append(plain.ask(half, 16)["total_s"] * 1e3)
-        known_with.append(kept.ask(half, 16)["total_s"] * 1e3)
-    return [
-        _row("vLLM, 16 mixed requests, all new: with / without", new_with, new_without, OVERHEAD),
-        _row("vLLM, 16 mixed requests, half known", known_with, known_without, 1.0),
-    ]
+def prompts_of(seed: int, length: int, count: int) -> list[Prompt]:
+    """Random tokens; the same for the same seed and length."""
+    numbers = random.Random(f"{seed} {length}")
+    return [[numbers.randrange(3, 49_000) for _ in range(length)] for _ in range(count)]
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Where the median of as many pairs lies nine times in ten, by resampling them."""
+    numbers = random.Random(0)
+    medians = sorted(statistics.median(numbers.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return medians[50], medians[949]
+
+
+def paired_row(
+    what: str, pairs: Sequence[tuple[float, float]], target: float | None, unit: str = "ms"
+) -> Row:
+    """A row of (kvkeep, limit)."""
+    ours, limit = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratios = [a / b for a, b in pairs]
+    return Row(what, ours, limit, unit, statistics.median(ratios), target, interval(ratios))
+
+
+def never_hit(report: Report, engines: Engines, plain: Engine, kept: Engine, share: float) -> None:
+    """Requests that find nothing, with and without kvkeep, in alternating order."""
+    for length, full in NUM_PAIRS.items():
+        count = max(2, round(full * share))
+        report.say(f"{count} pairs of {length:,} tokens that nobody has seen")
+        pairs = []
+        for turn, prompt in enumerate(prompts_of(1, length, count)):
+            timing = Timing(prompt)
+            for engine in (plain, kept) if turn % 2 else (kept, plain):
+                timing.ask(engine.name, engines, engine)
+            pairs.append((timing.median(kept.name), timing.median(plain.name)))
+        what = f"vLLM, {length:,} tokens, no hit: with / without kvkeep"
+        report.add(paired_row(what, pairs, OVERHEAD))
+
+
+def mixed(report: Report, engines: Engines, plain: Engine, kept: Engine, share: float) -> None:
+    """16 requests at once of 64 to 544 tokens, 16 new ones each; and the same ones again."""
+    rounds = max(1, round(MIXED_ROUNDS * share))
+    lengths = [64 + 32 * number for number in range(NUM_MIXED)]
+    num_tokens = sum(lengths) + NUM_MIXED * MIXED_TOKENS
+    rates: dict[str, list[tuple[float, float]]] = {"first": [], "second": []}
+    for turn in range(rounds):
+        report.say(f"{NUM_MIXED} mixed requests, round {turn + 1} of {rounds}")
+        batch = [prompts_of(20 + turn, length, 1)[0] for length in lengths]
+        for found in rates.values():
+            with_s, without_s = (
+                engines.ask(engine, batch, MIXED_TOKENS).total_ms / 1e3 for engine in (kept, plain)
+            )
+            found.append((num_tokens / with_s, num_tokens / without_s))
+    for time_name, target in (("first", 1 / OVERHEAD), ("second", 1.0)):
+        what = f"vLLM, {NUM_MIXED} mixed requests, {time_name} time: with / without"
+        report.add(paired_row(what, rates[time_name], target, "tokens/s"))
+
+
+def from_memory(
+    report: Report, kept: Engine, peer: Peer, share: float, repeats: int
+) -> dict[int, list[Timing]]:
+    """Cold, and from memory; returns the timings by length, for what comes after a restart."""
+    both = [engine for engine in (kept, peer.engine) if engine is not None]
+    engines = Engines(*both)
+    timings: dict[int, list[Timing]] = {}
+    for length, full in NUM_COLD.items():
+        count = max(1, round(full * share))
+        report.say(f"{count} prompts of {length:,} tokens, cold and warm")
+        some = [Timing(prompt) for prompt in prompts_of(2, length, count)]
+        for timing in some:
+            peer.ask(report, timing, "peer cold", engines)
+            timing.ask("cold", engines, kept)
+        for engine in both:  # what is written behind arrives in the other tiers
+            engine.signal(signal.SIGCONT)
+        time.sleep(SETTLE_S)
+        for _ in range(-(-repeats // count)):
+            for timing in some:
+                peer.ask(report, timing, "peer", engines)
+                timing.ask("memory", engines, kept)
+        pairs = [(timing.median("memory"), timing.median("cold")) for timing in some]
+        what = f"vLLM, first token of {length:,}: from memory / cold"
+        report.add(paired_row(what, pairs, None))
+        pairs = [(t.median("cold"), t.median("peer cold")) for t in some if "peer cold" in t.ms]
+        if pairs:
+            report.add(paired_row(f"vLLM, {length:,}, cold: kvkeep / LMCache", pairs, None))
+        against_reference(report, length, some, "memory")
+        timings[length] = some
+    return timings
+
+
+def against_reference(report: Report, length: int, some: Sequence[Timing], name: str) -> None:
+    """A row beside LMCache's warm time: as measured, or else as its share of cold was elsewhere."""
+    what = f"vLLM, {length:,}, from {name} / LMCache from memory"
+    if all("peer" in timing.ms for timing in some):
+        pairs = [
+            pair
+            for timing in some
+            for pair in (
+                zip(timing.ms[name], timing.ms["peer"], strict=False)  # asked in turn
+                if name == "memory"
+                else [(timing.median(name), timing.median("peer"))]
+            )
+        ]
+        report.add(paired_row(what, pairs, 1.0))
+    elif length == 4096:
+        quoted = REFERENCE_WARM_S / REFERENCE_COLD_S
+        pairs = [(timing.median(name), quoted * timing.median("cold")) for timing in some]
+        report.add(paired_row(f"{what}, as quoted", pairs, 1.0))
+
+
+def after_restart(
+    report: Report, name: str, tier: dict[str, object], timings: dict[int, list[Timing]]
+) -> None:
+    """The first request for each prompt of a new process, from one slow tier."""
+    with report.part(f"a new process, with {name}"), closing(engine_of(name, tier)) as engine:
+        engines = Engines(engine)
+        for length, some in timings.items():
+            for timing in some:
+                timing.ask(name, engines, engine)
+            pairs = [(timing.median(name), timing.median("cold")) for timing in some]
+            what = f"vLLM, first token of {length:,}: from {name} after a restart / cold"
+            report.add(paired_row(what, pairs, None))
+            against_reference(report, length, some, name)
 
 
 @contextmanager
-def _redis() -> Iterator[str | None]:
-    """The URL of a Redis server, or None where there is none to start."""
+def redis_tier(report: Report) -> Iterator[dict[str, object]]:
+    """Settings of a Redis server that runs; none where there is none to start."""
     from kvkeep.testing.servers.process import ServerError
     from kvkeep.testing.servers.redis import redis_server
 
     with ExitStack() as stack:
+        tier: dict[str, object] = {}
         try:
-            server = stack.enter_context(redis_server())
-        except ServerError:
-            yield None
-            return
-        yield server.url
+            tier["remote.url"] = stack.enter_context(redis_server()).url
+        except ServerError as error:
+            report.say(f"Redis is left out: {error}")
+        yield tier
 
 
-def restart_rows(repeats: int) -> list[Row]:
-    """The first request for a prompt after a restart: from disk, and from Redis."""
-    prompts = Prompts(12)
-    folder = Path(tempfile.mkdtemp(prefix="kvkeep-bench-"))
-    memory = {"cpu.size": "2GiB", "cpu.prefault": "2GiB"}
-    disk = {"disk.path": str(folder), "disk.size": "20GiB"}
-    rows: list[Row] = []
+def first_part(report: Report, share: float) -> None:
+    """With and without kvkeep."""
+    with (
+        report.part("two engines, without kvkeep and with it"),
+        closing(engine_of("vLLM alone", None)) as plain,
+    ):
+        plain.signal(signal.SIGSTOP)
+        with closing(engine_of("vLLM with kvkeep", {})) as kept:
+            engines = Engines(plain, kept)
+            never_hit(report, engines, plain, kept, share)
+            mixed(report, engines, plain, kept, share)
+            for engine in (plain, kept):
+                engine.end()  # both at once
+
+
+def second_part(report: Report, share: float, repeats: int, lmcache_python: str) -> None:
+    """Cold and warm, from each tier."""
     with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="kvkeep-bench-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        url = stack.enter_context(_redis())
-        remote: dict[str, str] = {"remote.url": url} if url else {}
-        asked = {
-            length: [prompts.new(length) for _ in range(repeats)] for length in RESTART_LENGTHS
-        }
-        cold: dict[int, list[float]] = {}
-        with closing(Engine({"kvkeep": {**memory, **disk, **remote}})) as engine:
-            engine.ask([prompts.new(300)])
-            for length, some in asked.items():
-                cold[length] = [engine.first_ms(prompt) for prompt in some]
-        for name, tier in (("disk", disk), ("Redis", remote)):
-            if not tier:
-                continue
-            with closing(Engine({"kvkeep": {**memory, **tier}})) as engine:
-                engine.ask([prompts.new(300)])
-                for length, some in asked.items():
-                    warm = [engine.first_ms(prompt) for prompt in some]
-                    what = f"vLLM, first token of {length:,}: from {name} after a restart / cold"
-                    rows.append(_row(what, warm, cold[length], None))
-    return rows
+        disk: dict[str, object] = {"disk.path": str(folder), "disk.size": "20GiB"}
+        redis = stack.enter_context(redis_tier(report))
+        timings: dict[int, list[Timing]] = {}
+        with ExitStack() as running, report.part("an engine with memory, disk and Redis"):
+            peer = Peer(None)
+            if lmcache_python:
+                with report.part("an engine with LMCache"):
+                    transfer = running.enter_context(lmcache_transfer(lmcache_python, 2 * POOL_GIB))
+                    engine = Engine(
+                        "LMCache", transfer, model=prepare_model(), python=lmcache_python
+                    )
+                    running.enter_context(closing(engine))
+                    engine.ask([WARM_UP])
+                    engine.signal(signal.SIGSTOP)
+                    peer.engine = engine
+            kept = running.enter_context(closing(engine_of("kvkeep", {**disk, **redis})))
+            timings = from_memory(report, kept, peer, share, repeats)
+        if timings:
+            after_restart(report, "disk", disk, timings)
+        if timings and redis:
+            after_restart(report, "Redis", redis, timings)
 
 
-def run(repeats: int) -> list[Row]:
-    """All rows."""
-    return [*memory_rows(repeats), *restart_rows(repeats)]
+def run(
+    repeats: int, keep: Callable[[Sequence[Row]], object], lmcache_python: str = ""
+) -> list[Row]:
+    """All rows.
+
+    Args:
+        repeats: of each warm figure; what takes long has fewer, or more if this is more than 7.
+        keep: called with all rows so far whenever there is a new one.
+        lmcache_python: interpreter that has vLLM and LMCache, to be measured beside kvkeep.
+
+    Raises:
+        WrongTokenError: a warm answer is not the cold one.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no stopped engine stays
+    report = Report(keep)
+    first_part(report, repeats / 7)
+    second_part(report, repeats / 7, repeats, lmcache_python)
+    return report.rows

@@ -2,6 +2,7 @@
 
     make bench                     everything, in less than 20 minutes
     make bench ONLY=copies         one section, or several: ONLY=keys,eviction
+    make bench ONLY=vllm LMCACHE_PYTHON=PATH/TO/python     LMCache beside kvkeep, see docs
 
 Prints one table and writes it, with the machine's description, to ``benchmarks/results``: each
 section to a file of its own, and a full run to ``latest.json``, too. What a section needs and this
@@ -28,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 #: Plot of the section ``scale``.
 SCALE_PLOT = Path(__file__).parents[1] / "docs" / "images" / "scale.png"
 #: Stores of the section ``remote``, and the share of the plain client's rate that is asked for.
-STORES, REMOTE_TARGET = ("redis", "s3", "file"), 0.9
+STORES, REMOTE_TARGET = ("redis", "unix", "s3", "mooncake", "file"), 0.9
 
 
 def disk_rows(repeats: int) -> list[Row]:
@@ -73,14 +74,14 @@ def scale_rows(repeats: int) -> list[Row]:
     return scale.rows(image=SCALE_PLOT if has_plots else None)
 
 
-def vllm_rows(repeats: int) -> list[Row]:
-    """Spec 14.7."""
+def vllm_rows(repeats: int, lmcache_python: str = "") -> list[Row]:
+    """Spec 14.7; what there is of it is written as it comes."""
     import bench_vllm
 
     if importlib.util.find_spec("vllm") is None:
         Console(stderr=True).print("vllm is left out: it is not installed")
         return []
-    return bench_vllm.run(repeats)
+    return bench_vllm.run(repeats, lambda rows: save(rows, RESULTS, "vllm.json"), lmcache_python)
 
 
 #: Rows of each section, by its name.
@@ -98,6 +99,10 @@ SECTIONS: dict[str, Callable[[int], list[Row]]] = {
 def main(
     only: Annotated[str, typer.Option(help=f"Sections: {', '.join(SECTIONS)}.")] = "",
     repeats: Annotated[int, typer.Option(help="Pairs per row; the median counts.")] = 7,
+    lmcache_python: Annotated[
+        str,
+        typer.Option(help="Interpreter with vLLM and LMCache, for vllm.", envvar="LMCACHE_PYTHON"),
+    ] = "",
 ) -> None:
     """Measure kvkeep against this machine's limits."""
     console = Console()
@@ -109,7 +114,8 @@ def main(
     rows: list[Row] = []
     for name in chosen:
         console.print(f"{name} ...")
-        found = SECTIONS[name](repeats)
+        is_vllm = name == "vllm"
+        found = vllm_rows(repeats, lmcache_python) if is_vllm else SECTIONS[name](repeats)
         save(found, RESULTS, f"{name}.json")
         rows += found
     show(rows, console)

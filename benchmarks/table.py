@@ -37,7 +37,7 @@ def table(rows: list[Row]) -> list[str]:
         met = {None: "", True: "yes", False: "no"}[row.met]
         target = "" if row.target is None else f"{'≥' if row.is_rate else '≤'} {row.target:.2f}"
         figures = f"{row.kvkeep:,.2f} {row.unit} | {row.limit:,.2f} {row.unit} | {row.ratio:.2f}"
-        lines.append(f"| {row.what} | {figures} | {target} | {met} |")
+        lines.append(f"| {row.label} | {figures} | {target} | {met} |")
     return lines
 
 

@@ -33,6 +33,7 @@ class Row:
         unit: of the figures; in those that end with ``/s`` larger is better, else smaller is.
         ratio: median over the pairs of kvkeep / limit.
         target: the ratio that spec 14 asks for, or None where there is no target.
+        interval: where the ratio lies nine times in ten, if that was looked at.
     """
 
     what: str
@@ -41,6 +42,15 @@ class Row:
     unit: str
     ratio: float
     target: float | None
+    interval: Sequence[float] | None = None
+
+    @property
+    def label(self) -> str:
+        """What was measured, and how sure the ratio is."""
+        if self.interval is None:
+            return self.what
+        low, high = self.interval
+        return f"{self.what} ({low:.3f} to {high:.3f})"
 
     @property
     def met(self) -> bool | None:
@@ -139,7 +149,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
         sign = "≥" if row.is_rate else "≤"
         met, style = {None: ("", ""), True: ("yes", "green"), False: ("no", "yellow")}[row.met]
         table.add_row(
-            row.what,
+            row.label,
             f"{row.kvkeep:.2f} {row.unit}",
             f"{row.limit:.2f} {row.unit}",
             Text(f"{row.ratio:.2f}", style=style),
