@@ -6,11 +6,14 @@ load that was handed in comes out again once, whatever becomes of it: vLLM waits
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from kvkeep.connectors.vllm.metadata import LoadSpec
+
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
 
 #: How long closing waits for a load that is under way.
 CLOSE_TIMEOUT_S = 10.0
@@ -33,17 +36,32 @@ class BackgroundLoads:
         self._closed = False  # guarded by _wake
         self._thread: threading.Thread | None = None  # guarded by _wake
 
-    def submit(self, spec: LoadSpec) -> None:
-        """Queue a load. After the close it is over at once, with nothing loaded."""
+    def submit(self, spec: LoadSpec) -> bool:
+        """Queue a load.
+
+        Returns:
+            False if it is over at once, with nothing loaded: after the close, or where the system
+            has no thread to give. Its lease is the caller's then.
+        """
         with self._wake:
-            if self._closed:
+            if self._closed or not self._has_thread_locked():
                 self._done.append((spec, spec.start))
-                return
+                return False
             self._waiting.append(spec)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvkeep-load", daemon=True)
-                self._thread.start()
             self._wake.notify()
+            return True
+
+    def _has_thread_locked(self) -> bool:
+        """There is a thread, or one could be started."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="kvkeep-load", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("no thread for loads between steps: %s", error)
+                return False
+            self._thread = thread
+        return True
 
     def take_done(self) -> list[tuple[LoadSpec, int]]:
         """Loads that have ended since the last call, and the token up to which all is there."""

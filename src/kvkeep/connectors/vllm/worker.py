@@ -82,7 +82,8 @@ class WorkerSide:
         """
         for spec in meta.loads:
             if spec.is_waited_for:
-                self._background.submit(spec)
+                if not self._background.submit(spec):
+                    self._unpin(spec)
                 continue
             loaded_to = self._load_one(spec)
             self._stats.loaded_tokens += loaded_to - spec.start
@@ -182,9 +183,13 @@ class WorkerSide:
             return spec.end if written.all() else spec.start + int(written.argmin())
         except Exception as error:  # noqa: BLE001  the top of this task
             self.count_failure("retrieve", error)
-            with contextlib.suppress(KVKeepError):
-                self._engine.lookup_unpin(spec.lookup_id)
+            self._unpin(spec)
             return spec.start
+
+    def _unpin(self, spec: LoadSpec) -> None:
+        """The load is over: its lease ends, if it has one."""
+        with contextlib.suppress(KVKeepError):
+            self._engine.lookup_unpin(spec.lookup_id)
 
     def _report_failure(self, spec: LoadSpec, loaded_to: int) -> None:
         """Tell the engine which blocks lack what it was promised."""

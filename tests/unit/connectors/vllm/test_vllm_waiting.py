@@ -547,6 +547,23 @@ def test_fault_32_a_worker_without_a_cache_reports_the_load(toy_engine):
     engine.finish()
 
 
+def test_fault_32_loads_end_where_the_system_has_no_thread(toy_engine, monkeypatch):
+    """Fault 32: the request of a load that nobody can carry out goes on, and so do later ones."""
+    engine = toy_engine(extra=BETWEEN, policy="recompute")
+    engine.generate("a", PROMPT)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", start)
+        assert engine.generate("b", PROMPT) == engine.true_outputs("b")
+        assert engine.loaded_tokens == 0
+    assert engine.generate("c", PROMPT) == engine.true_outputs("c")
+    assert engine.loaded_tokens == 39
+    engine.finish()
+
+
 def test_background_loads_come_out_once_whatever_happens():
     specs = [LoadSpec("", b"", PLAIN, 4, 8, (), req_id=str(n)) for n in range(4)]
     started, gate = threading.Event(), threading.Event()
