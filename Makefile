@@ -62,7 +62,9 @@ $(VENV)/.made:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt
+BUILT_FROM := hatch_build.py scripts/build_rows.py src/kvkeep/gpu/_rows.c
+
+$(VENV)/.demo: $(VENV)/.made pyproject.toml constraints.txt $(BUILT_FROM)
 	@echo "  kvkeep, torch and transformers"
 	@$(PIP) --editable '.[hf]'
 	@echo "  SmolLM2-135M-Instruct"

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from kvkeep.gpu.native import load_rows
+
 hypothesis.settings.register_profile(
     "kvkeep",
     deadline=None,  # the machine may be shared; speed is measured in benchmarks/
@@ -36,7 +38,10 @@ END_TIMEOUT_S = 10.0
 
 def pytest_report_header() -> list[str]:
     """Say what is left out."""
-    return [] if HAS_VLLM else ["vLLM is not installed: its tests are left out"]
+    lines = [] if HAS_VLLM else ["vLLM is not installed: its tests are left out"]
+    if load_rows() is None:
+        lines.append("the copies are not compiled: their tests are left out, numpy's run")
+    return lines
 
 
 def _alive(before: set[threading.Thread]) -> list[threading.Thread]:

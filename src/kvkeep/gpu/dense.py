@@ -30,12 +30,14 @@ class DenseGPUConnector(GPUConnectorInterface):
     Any strides will do. With KV_MLA_FMT each layer is one tensor [slots, 1, latent].
     """
 
-    def __init__(self, layout: KVLayout, *, copy_threads: int = 1) -> None:
+    def __init__(self, layout: KVLayout, *, copy_threads: int = 1, native: bool = True) -> None:
         """Nothing is allocated and no thread started.
 
         Args:
             layout: the declared layout: KV_2LTD or KV_MLA_FMT, page size 1, one group of layers.
             copy_threads: threads that copy, the caller's included.
+            native: copy with compiled code on the CPU, where the installation has it; else with
+                numpy.
 
         Raises:
             LayoutError: the layout is of another kind or contradicts itself.
@@ -55,6 +57,7 @@ class DenseGPUConnector(GPUConnectorInterface):
             )
         self.layout = layout
         self._hidden = hidden
+        self._native = native
         self._threads = CopyThreads(copy_threads)
         self._registered: KVCaches | None = None
 
@@ -204,7 +207,7 @@ class DenseGPUConnector(GPUConnectorInterface):
             if tuple(obj.metadata.shape) != self.chunk_shape(len(found))[0]:
                 raise ValueError(f"{len(found)} tokens do not fill an object of {obj.metadata}")
         numbers = [found for _, found in slots]
-        return DenseTransfer(layers, memory_objs, numbers, to_engine=to_engine)
+        return DenseTransfer(layers, memory_objs, numbers, to_engine=to_engine, native=self._native)
 
     def _copy_all(self, transfer: DenseTransfer) -> None:
         chunks = range(len(transfer))

@@ -1,9 +1,9 @@
 """DenseTransfer: the copies of one call between dense caches and chunks.
 
 Made by :class:`~kvkeep.gpu.dense.DenseGPUConnector`, once per call; its parts may be copied from
-several threads at once. On the CPU tokens move as rows of bytes with numpy (``host.py``), which
-copies at the speed of ``memmove`` where torch's copies reach a half of it; torch moves them on
-every other device, and where the elements of a head are not neighbours.
+several threads at once. On the CPU tokens move as rows of bytes (``host.py``), at the speed of
+``memcpy`` where torch's copies reach a half of it; torch moves them on every other device, and
+where the elements of a head are not neighbours.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvkeep.gpu import host
-from kvkeep.gpu.slots import Int64Array, segments_of
+from kvkeep.gpu.host import ByteArray, HostLayers, HostTask, HostTransfer
+from kvkeep.gpu.native_transfer import plan_transfer
+from kvkeep.gpu.slots import Int64Array
 from kvkeep.memory.base import MemoryObj
 
 #: K and V of each layer (the latent alone for KV_MLA_FMT), [slots, heads, head size] each.
 Layers = list[tuple[torch.Tensor, ...]]
-#: The same as bytes: [slots, bytes of a token] where heads are neighbours, else [slots, heads,
-#: bytes of a head].
-HostLayers = list[tuple[host.ByteArray, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,7 @@ class DenseTransfer:
         slots: Sequence[Int64Array],
         *,
         to_engine: bool,
+        native: bool,
     ) -> None:
         """Plan the copies.
 
@@ -58,27 +57,29 @@ class DenseTransfer:
             objs: the chunks, of as many layers and tokens.
             slots: of each chunk's tokens; negative where a token does not move.
             to_engine: the direction.
+            native: copy with compiled code where that can be done.
         """
         self._layers = layers
         self._to_engine = to_engine
-        self._host = as_bytes(layers)
-        self._moves: list[tuple[list[host.Move], host.ByteArray]] = []
         self._places: list[_Place] = []
-        if self._host is None:
+        self._host: HostTransfer | None = None
+        seen = as_bytes(layers)
+        if seen is None:
             first = layers[0][0]
             self._places = [
                 _place(obj, found, first) for obj, found in zip(objs, slots, strict=True)
             ]
             return
-        content = self._host[0][0].shape[1:]
+        chunks: list[ByteArray] = []
         for obj, found in zip(objs, slots, strict=True):
             # in memory: layers, 2 or 1, tokens, hidden (docs/adr/0002)
-            shape = (len(layers), len(layers[0]), len(found), *content)
-            self._moves.append((host.moves_of(segments_of(found), 1), obj.array.reshape(shape)))
+            shape = (len(layers), len(layers[0]), len(found), *seen[0][0].shape[1:])
+            chunks.append(obj.array.reshape(shape))
+        self._host = plan_transfer(HostTask(seen, 1, slots, chunks, to_engine), native=native)
 
     def __len__(self) -> int:
         """Number of chunks."""
-        return len(self._moves) + len(self._places)
+        return len(self._places) if self._host is None else len(self._host)
 
     def copy(self, layers: range, chunks: range) -> None:
         """Copy some layers of some chunks; complete on return.
@@ -86,12 +87,7 @@ class DenseTransfer:
         On CUDA in the order of the caller's stream, which is waited for once at the end.
         """
         if self._host is not None:
-            copy = host.scatter if self._to_engine else host.gather
-            some = self._moves[chunks.start : chunks.stop]
-            for layer in layers:
-                for part, rows in enumerate(self._host[layer]):
-                    for moves, chunk in some:
-                        copy(rows, moves, chunk[layer, part])
+            self._host.copy(layers, chunks)
             return
         move = _copy_in if self._to_engine else _copy_out
         with torch.inference_mode():  # the mode belongs to the thread; caches may be made in it
@@ -104,8 +100,11 @@ class DenseTransfer:
 
 
 def as_bytes(layers: Layers) -> HostLayers | None:
-    """The caches as bytes, or None where numpy cannot see them so."""
-    result: HostLayers = []
+    """The caches as bytes, or None where numpy cannot see them so.
+
+    [slots, bytes of a token] where heads are neighbours, else [slots, heads, bytes of a head].
+    """
+    result: list[tuple[ByteArray, ...]] = []
     for layer in layers:
         if any(tensor.device.type != "cpu" or tensor.stride(-1) != 1 for tensor in layer):
             return None

@@ -1,21 +1,59 @@
-"""Copies between rows of pages and chunks in CPU memory, with numpy.
+"""HostTransfer: the copies of one call between caches and chunks that are both in CPU memory.
 
-Plain functions, callable from any thread; both directions let other threads run while they copy.
-One call moves all pages of a segment: numpy gathers and scatters whole rows at the speed of
-``memmove``, where the index operations of torch reach a tenth to a half of it on the CPU.
+Made by the connectors, once per call; its parts may be copied from several threads at once, and the
+interpreter's lock is free while bytes move. Two ways to the same bytes: the compiled one
+(``native_transfer.py``), and numpy's here, where an installation has no compiled one. numpy gathers
+and scatters whole rows at the speed of ``memmove``, where the index operations of torch reach a
+tenth to a half of it on the CPU.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.gpu.slots import Int64Array, Segment
+from kvkeep.gpu.slots import Int64Array, Segment, segments_of
 
 ByteArray = npt.NDArray[np.uint8]
+#: The tensors of each layer as bytes: [rows, bytes of a row], or [rows, pieces, bytes of a piece]
+#: where the pieces of a row are apart (heads of dense caches).
+HostLayers = Sequence[tuple[ByteArray, ...]]
+
+
+class HostTransfer(ABC):
+    """Which rows of which caches belong to which part of which chunk, and the copies of them."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of chunks."""
+
+    @abstractmethod
+    def copy(self, layers: range, chunks: range) -> None:
+        """Copy some layers of some chunks; complete on return."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostTask:
+    """What a transfer has to do.
+
+    Attributes:
+        layers: the caches, all with the same rows.
+        step: rows from a page to the next one.
+        pages: numbers of each chunk's pages, negative where a page does not move; the others are
+            known to be in the caches.
+        chunks: uint8 [layers, tensors of a layer, pages, *row] each, contiguous.
+        to_engine: the direction.
+    """
+
+    layers: HostLayers
+    step: int
+    pages: Sequence[Int64Array]
+    chunks: Sequence[ByteArray]
+    to_engine: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +67,27 @@ class Move:
 
     rows: Int64Array | slice
     part: slice
+
+
+class NumpyTransfer(HostTransfer):
+    """Copies with numpy: one call per chunk, or per run of neighbouring pages, and layer."""
+
+    def __init__(self, task: HostTask) -> None:
+        """Plan the copies."""
+        self._task = task
+        self._moves = [moves_of(segments_of(pages), task.step) for pages in task.pages]
+
+    def __len__(self) -> int:
+        """See :class:`HostTransfer`."""
+        return len(self._moves)
+
+    def copy(self, layers: range, chunks: range) -> None:
+        """See :meth:`HostTransfer.copy`."""
+        copy = scatter if self._task.to_engine else gather
+        for layer in layers:
+            for part, rows in enumerate(self._task.layers[layer]):
+                for number in chunks:
+                    copy(rows, self._moves[number], self._task.chunks[number][layer, part])
 
 
 def moves_of(segments: Sequence[Segment], step: int) -> list[Move]:
@@ -54,9 +113,9 @@ def gather(rows: ByteArray, moves: list[Move], chunk: ByteArray) -> None:
     """Copy pages of one layer into its part of a chunk.
 
     Args:
-        rows: uint8 [rows, page bytes], the engine's pages of this layer.
+        rows: uint8 [rows, *row], the engine's pages of this layer.
         moves: which rows go where.
-        chunk: uint8 [pages, page bytes], contiguous: this layer's part of the chunk.
+        chunk: uint8 [pages, *row], contiguous: this layer's part of the chunk.
     """
     for move in moves:
         target = chunk[move.part]

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from kvkeep.errors import LayoutError
-from kvkeep.gpu import host
 from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
 from kvkeep.gpu.device import CopyPlan, DeviceCopier
+from kvkeep.gpu.host import ByteArray, HostTask, HostTransfer
+from kvkeep.gpu.native_transfer import plan_transfer
 from kvkeep.gpu.selftest import run_self_test
 from kvkeep.gpu.slots import (
     Int64Array,
@@ -38,9 +39,9 @@ class _Pages:
     def __init__(self, views: PageViews, copier: DeviceCopier | None) -> None:
         self.views = views
         self.copier = copier
-        self.arrays: list[host.ByteArray] = []
+        self.layers: list[tuple[ByteArray]] = []
         if copier is None:
-            self.arrays = [rows.numpy() for rows in views.rows]
+            self.layers = [(rows.numpy(),) for rows in views.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +50,30 @@ class _Transfer:
 
     Attributes:
         pages: the caches.
-        moves: what numpy copies, per chunk: uint8 [layers, pages, page bytes] each.
+        host: the copies in CPU memory; None where a device copies.
         plan: what the device copies; None where the caches are on the CPU.
         stream: the caller's.
         to_engine: the direction.
     """
 
     pages: _Pages
-    moves: list[tuple[list[host.Move], host.ByteArray]]
+    host: HostTransfer | None
     plan: CopyPlan | None
     stream: torch.cuda.Stream | None
     to_engine: bool
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in the call."""
+        if self.host is not None:
+            return len(self.host)
+        return len(self.plan.chunks) if self.plan is not None else 0
+
     def parts(self, threads: CopyThreads) -> list[range]:
         """The chunks in as many parts as may be copied at once."""
-        if self.plan is not None:
-            return [range(len(self.plan.chunks))]  # the device copies one thing after the other
-        return threads.split(len(self.moves))
+        if self.host is not None:
+            return threads.split(len(self.host))
+        return [range(self.num_chunks)]  # the device copies one thing after the other
 
     def copy(self, layers: range, chunks: range) -> None:
         """Copy some layers of some chunks; all of them where the device copies."""
@@ -73,13 +81,8 @@ class _Transfer:
         if copier is not None and self.plan is not None:
             move = copier.scatter if self.to_engine else copier.gather
             move(self.pages.views.rows, layers, self.plan, self.stream)
-            return
-        copy = host.scatter if self.to_engine else host.gather
-        moves = self.moves[chunks.start : chunks.stop]
-        for layer in layers:
-            rows = self.pages.arrays[layer]
-            for some, chunk in moves:
-                copy(rows, some, chunk[layer])
+        elif self.host is not None:
+            self.host.copy(layers, chunks)
 
 
 class PagedGPUConnector(GPUConnectorInterface):
@@ -92,6 +95,7 @@ class PagedGPUConnector(GPUConnectorInterface):
         copy_threads: int = 1,
         huge_pages: bool = False,
         use_torch: bool = False,
+        native: bool = True,
     ) -> None:
         """Nothing is allocated and no thread started.
 
@@ -102,6 +106,8 @@ class PagedGPUConnector(GPUConnectorInterface):
                 that has not touched them yet then pays less for the first touch, and copies for the
                 translation of addresses.
             use_torch: copy with torch on the CPU, too, as on any other device.
+            native: copy with compiled code on the CPU, where the installation has it; else with
+                numpy.
 
         Raises:
             LayoutError: the layout is of another kind.
@@ -110,6 +116,7 @@ class PagedGPUConnector(GPUConnectorInterface):
             raise LayoutError(f"pages of one layer group are needed, declared are {layout}")
         self.layout = layout
         self._use_torch = use_torch
+        self._native = native
         self._huge_pages = huge_pages
         self._threads = CopyThreads(copy_threads)
         self._lock = threading.Lock()
@@ -256,26 +263,27 @@ class PagedGPUConnector(GPUConnectorInterface):
         to_engine: bool,
     ) -> _Transfer:
         group = self.layout.groups[0]
-        layer_first = (group.num_layers, -1, group.layer_page_bytes)
-        chunks: list[host.ByteArray] = []
+        form = (group.num_layers, 1, -1, group.layer_page_bytes)
+        chunks: list[ByteArray] = []
         for obj, numbers in zip(memory_objs, places, strict=True):
-            chunk = obj.array.reshape(layer_first)
-            if chunk.shape[1] != len(numbers):
-                raise ValueError(f"{len(numbers)} pages do not fill an object of {chunk.shape[1]}")
+            chunk = obj.array.reshape(form)
+            if chunk.shape[2] != len(numbers):
+                raise ValueError(f"{len(numbers)} pages do not fill an object of {chunk.shape[2]}")
             chunks.append(chunk)
-        segments = [segments_of(numbers) for numbers in places]
         step, copier = pages.views.step, pages.copier
         if copier is not None:
-            plan = copier.plan(segments, chunks, step)
-            return _Transfer(pages, [], plan, copier.caller_stream(), to_engine)
-        moves = [host.moves_of(some, step) for some in segments]
-        return _Transfer(pages, list(zip(moves, chunks, strict=True)), None, None, to_engine)
+            segments = [segments_of(numbers) for numbers in places]
+            plan = copier.plan(segments, [chunk[:, 0] for chunk in chunks], step)
+            return _Transfer(pages, None, plan, copier.caller_stream(), to_engine)
+        task = HostTask(pages.layers, step, places, chunks, to_engine)
+        host = plan_transfer(task, native=self._native)
+        return _Transfer(pages, host, None, None, to_engine)
 
     def _copy_all(self, transfer: _Transfer) -> None:
-        chunks = range(len(transfer.moves))
-        layers = self._threads.split(self.layout.num_layers)
-        if transfer.plan is not None:
-            layers = [range(self.layout.num_layers)]  # all in one: the host waits once
+        layers = [range(self.layout.num_layers)]  # all in one: the host waits once for a device
+        if transfer.host is not None:
+            layers = self._threads.split(self.layout.num_layers)
+        chunks = range(transfer.num_chunks)
         self._threads.run([_job(transfer, part, chunks) for part in layers])
 
     def _copy_layers(self, transfer: _Transfer) -> Generator[None, None, None]:

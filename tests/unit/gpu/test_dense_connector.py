@@ -37,8 +37,11 @@ def make_caches(slots: int, dtype: torch.dtype = torch.float32, *, first: str = 
 @pytest.mark.parametrize("first", ["slots", "heads", "elements"])
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_out_and_in(dtype: str, first: str, layerwise: bool, mapped: bool, make_chunks):
-    gpu = DenseGPUConnector(dense_layout(dtype), copy_threads=2 if mapped else 1)
+@pytest.mark.parametrize("native", [False, True])
+def test_out_and_in(
+    dtype: str, first: str, layerwise: bool, mapped: bool, native: bool, make_chunks
+):
+    gpu = DenseGPUConnector(dense_layout(dtype), copy_threads=2 if mapped else 1, native=native)
     caches = make_caches(20, getattr(torch, dtype), first=first)
     chunks = make_chunks(gpu, [8, 5])
     slots = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:13] if mapped else None
@@ -76,9 +79,10 @@ def test_the_stored_bytes_do_not_depend_on_strides(make_chunks) -> None:
     gpu.close()
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_skipped_slots_are_not_written(layerwise: bool, make_chunks) -> None:
-    gpu = DenseGPUConnector(dense_layout())
+def test_skipped_slots_are_not_written(layerwise: bool, native: bool, make_chunks) -> None:
+    gpu = DenseGPUConnector(dense_layout(), native=native)
     caches = make_caches(8)
     chunks = make_chunks(gpu, [8])
     gpu.from_gpu(chunks[0], 0, 8, kvcaches=caches, slot_mapping=None)

@@ -15,6 +15,8 @@ from kvkeep.testing.paged_engine import PagedEngine
 WAYS = [
     pytest.param({}, id="one thread"),
     pytest.param({"copy_threads": 3}, id="three threads"),
+    pytest.param({"native": False}, id="numpy"),
+    pytest.param({"native": False, "copy_threads": 3}, id="numpy, three threads"),
     pytest.param({"use_torch": True}, id="torch"),
     pytest.param({"use_torch": True, "copy_threads": 2}, id="torch, two threads"),
 ]
@@ -167,11 +169,11 @@ def opaque(num_layers: int, page_bytes: int, page_size: int = 4) -> KVLayout:
     return KVLayout(MemoryFormat.OPAQUE_PAGES, "uint8", page_size, (group,), 0, 0, "test")
 
 
-@pytest.mark.parametrize("use_torch", [False, True])
+@pytest.mark.parametrize("options", [{}, {"native": False}, {"use_torch": True}])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_dtype_and_physical_order(kind: str, use_torch: bool, make_chunks) -> None:
+def test_any_dtype_and_physical_order(kind: str, options, make_chunks) -> None:
     caches = caches_like(kind)
-    gpu = PagedGPUConnector(opaque(3, 128), use_torch=use_torch)
+    gpu = PagedGPUConnector(opaque(3, 128), **options)
     gpu.register_kv_caches(caches)
     generator = torch.Generator().manual_seed(1)
 
