@@ -139,7 +139,7 @@ def test_things_that_are_no_files(connector, tmp_path):
         (errno.ESTALE, None),
     ],
 )
-@pytest.mark.parametrize("call", ["writev", "rename", "close"])
+@pytest.mark.parametrize("call", ["pwrite", "rename", "close"])
 def test_a_write_that_fails_leaves_nothing(connector, tmp_path, monkeypatch, call, code, refusal):
     """Also where a shared file system says so only when the file is closed."""
     real = getattr(os, call)
@@ -164,8 +164,8 @@ def test_a_write_that_fails_leaves_nothing(connector, tmp_path, monkeypatch, cal
 @pytest.mark.parametrize("piece", [1, 255, 256, 257, 4000])
 def test_short_reads_and_writes(connector, monkeypatch, piece):
     """The system may move less than it was asked to."""
-    writev, preadv = os.writev, os.preadv
-    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [parts[0][:piece]]))
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, part, offset: pwrite(fd, part[:piece], offset))
     monkeypatch.setattr(
         os, "preadv", lambda fd, parts, offset: preadv(fd, [parts[0][:piece]], offset)
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvkeep.backends.remote.base import Refusal
+from kvkeep.backends.remote.base import Refusal, Value
 from kvkeep.backends.remote.names import create_connector
 from kvkeep.backends.remote.redis_connector import MAX_STRING_BYTES
 from kvkeep.config.store_url import RemoteURL
@@ -205,7 +205,7 @@ def test_a_value_that_redis_cannot_hold(connector):
     """It is refused before anything is sent."""
     value = random_value(300)
     with mmap.mmap(-1, MAX_STRING_BYTES) as untouched:  # takes no memory
-        large = replace(value, payload=memoryview(untouched)[: MAX_STRING_BYTES - 255])
+        large = Value(value.header, memoryview(untouched)[: MAX_STRING_BYTES - 255])
         assert connector.put(NAMES[:2], [large, value], WAIT_S) == [Refusal.TOO_LARGE, None]
         large.payload.release()
 

@@ -273,6 +273,28 @@ def test_a_codec_makes_values_smaller_and_all_tiers_read_them(pool, connector, r
 # -- stores --------------------------------------------------------------------------------------
 
 
+def test_where_a_question_is_a_request_stores_ask_for_the_first_chunk(
+    remote, connector, pool, other
+):
+    """Whoever stored a later chunk of a prompt has stored the first ones, too."""
+    asked, sent = [], []
+
+    def note(operation, answer):
+        counts = {"sizes": asked, "put": sent}
+        if operation in counts:
+            counts[operation].append(len(answer))
+        return answer
+
+    connector.sizes_at_once, connector.change = False, note
+    assert put(remote, pool, KEYS[:4]) == [STORED] * 4
+    assert (asked, sent) == ([1], [4])
+    new = make_keys(4, first=50)
+    other(new[:2])
+    assert put(remote, pool, new) == [STORED] * 4
+    assert (asked[1:], sent[1:]) == ([1, 3], [2])
+    assert check_found(new, remote.batched_get_blocking(new)) == [True] * 4
+
+
 def test_what_somebody_else_has_stored_is_not_sent(remote, connector, pool, other):
     """A small question saves a large value."""
     other(KEYS)

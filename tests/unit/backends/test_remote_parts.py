@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from kvkeep.backends.io.breaker import Breaker
-from kvkeep.backends.remote.base import HEADER_BYTES
+from kvkeep.backends.remote.base import HEADER_BYTES, Value
 from kvkeep.backends.remote.calls import FAIR_S, StoreCalls
+from kvkeep.backends.remote.chunk_value import ChunkValue
 from kvkeep.backends.remote.known import KnownChunks
 from kvkeep.backends.remote.load import ChunkLoad, LoadRules
 from kvkeep.backends.remote.reports import RemoteReports
@@ -102,6 +103,22 @@ def test_hints_are_bounded():
     assert [claim is None for claim in known.claim(keys[13:17])] == [False, False, True, True]
 
 
+# -- one value -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [[], [1], [1000, 1000], [64, 4000, 10**9], [10**9, 5]])
+def test_the_header_of_a_value_is_right_however_its_payload_is_sent(steps):
+    """Its checksum is taken on the way; a call that is made again sends the same header."""
+    payload = bytes_of(KEY)
+    value = ChunkValue(header_of(payload, payload_checksum=bytes(16)), payload)
+    assert value.size_bytes == HEADER_BYTES + len(payload)
+    for step in steps:
+        value.sending(step)
+    assert value.header == header_of(payload).pack()
+    value.sending(len(payload))
+    assert value.header == header_of(payload).pack()
+
+
 # -- one load ------------------------------------------------------------------------------------
 
 
@@ -124,15 +141,19 @@ def rules(pool):
     )
 
 
-def frame(payload, *, meta=FULL_CHUNK, **changed):
+def header_of(payload, **changed):
     header = FrameHeader(
         key=KEY,
         identity=DIGEST,
-        meta=meta,
+        meta=FULL_CHUNK,
         payload_bytes=len(payload),
         payload_checksum=checksum(payload),
     )
-    return replace(header, **changed).pack(), payload
+    return replace(header, **changed)
+
+
+def frame(payload, *, meta=FULL_CHUNK, **changed):
+    return header_of(payload, meta=meta, **changed).pack(), payload
 
 
 def feed(load, header, payload):
@@ -429,7 +450,7 @@ def test_a_second_get_asks_for_the_rest_only(calls, connector, pool, rules):
     """What has come is not asked for again."""
     names = [name_of(KEY), name_of(OTHER)]
     header, payload = frame(bytes_of(KEY))
-    connector.inner.put(names[:1], [replace(VALUE, header=header, payload=payload)], 5.0)
+    connector.inner.put(names[:1], [Value(header, payload)], 5.0)
     asked = []
 
     def before(operation):

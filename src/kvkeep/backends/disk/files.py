@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 #: Only the user who runs the engine may read a cache: it holds what prompts say.
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
-
-#: Payloads are moved in pieces of this size, so that a piece is still in the processor's cache when
-#: its checksum is taken (docs/adr/0010).
-PIECE_BYTES = 1 << 20
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -95,12 +91,6 @@ def write_fully(io: FileIO, fd: int, buffers: Sequence[memoryview], offset: int 
             raise OSError(errno.EIO, "the file system took no bytes")
         position += done
         rest = _advance(rest, done)
-
-
-def pieces(buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """A buffer in pieces, each with its position."""
-    for position in range(0, len(buffer), PIECE_BYTES):
-        yield position, buffer[position : position + PIECE_BYTES]
 
 
 def cause_of(error: OSError) -> str:

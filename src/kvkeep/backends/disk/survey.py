@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.backends.disk.directory import DiskDirectory
-from kvkeep.backends.disk.files import PIECE_BYTES, FileIO, cause_of, read_fully
+from kvkeep.backends.disk.files import FileIO, cause_of, read_fully
 from kvkeep.backends.disk.ledger import LEDGER_BYTES, LedgerState, decode
 from kvkeep.backends.disk.names import ROOT_NAME
 from kvkeep.backends.disk.scan import FoundChunk, open_chunk, probe
+from kvkeep.backends.io.pieces import PIECE_BYTES
 from kvkeep.codec.frame import HEADER_BYTES, FrameFault, FrameHeader, new_hasher
 from kvkeep.errors import ConfigError
 from kvkeep.keys import KEY_BYTES, ChunkKey

@@ -8,12 +8,13 @@ import time
 from dataclasses import dataclass
 
 from kvkeep.backends.disk.catalog import Catalog
-from kvkeep.backends.disk.files import cause_of, concerns_medium, pieces, write_fully
+from kvkeep.backends.disk.files import cause_of, concerns_medium, write_fully
 from kvkeep.backends.disk.index import DiskEntry
 from kvkeep.backends.disk.names import TempFile
 from kvkeep.backends.disk.scan import FoundChunk, probe
 from kvkeep.backends.io.breaker import Breaker
 from kvkeep.backends.io.courtesy import Courtesy
+from kvkeep.backends.io.pieces import pieces
 from kvkeep.codec.base import Codec
 from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta, FrameFault, FrameHeader, new_hasher
 from kvkeep.codec.names import Encoded, encode_chunk
@@ -131,7 +132,7 @@ class ChunkWriter:
         patience_s = _MAX_COURTESY_S
         fd = io.open_new(temp.path)
         try:
-            for position, piece in pieces(payload):
+            for position, piece in pieces(payload, HEADER_BYTES):
                 patience_s -= self._courtesy.give_way(patience_s)
                 hasher.update(piece)
                 write_fully(io, fd, [piece], HEADER_BYTES + position)

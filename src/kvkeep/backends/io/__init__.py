@@ -1,1 +1,1 @@
-"""What the tiers on slow media share: threads with queues, and a breaker."""
+"""What the tiers on slow media share: threads with queues, a breaker, and how data is cut."""

@@ -51,23 +51,40 @@ class ConnectorOptions:
     max_value_bytes: int = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
 class Value:
     """A value to put: one name gets header and payload, back to back.
 
     Attributes:
-        header: ``HEADER_BYTES`` bytes.
         payload: contiguous bytes; memory of the pool, or what a codec made of it. It does not
             change during the call, and must not be kept after it.
     """
 
-    header: bytes
-    payload: Buffer
+    __slots__ = ("_header", "payload")
+
+    def __init__(self, header: bytes, payload: Buffer) -> None:
+        """A value whose header is known."""
+        self._header = header
+        self.payload = payload
+
+    @property
+    def header(self) -> bytes:
+        """``HEADER_BYTES`` bytes. Asking for it may take a pass over the payload, for a checksum.
+
+        So it is asked for by the thread that called ``put``, right before the payload is sent.
+        """
+        return self._header
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole value."""
-        return len(self.header) + memoryview(self.payload).nbytes
+        """Bytes of the whole value; known before the header is."""
+        return len(self._header) + memoryview(self.payload).nbytes
+
+    def sending(self, payload_bytes: int) -> None:
+        """The first ``payload_bytes`` bytes of the payload are about to be sent.
+
+        For clients that can send the header last: what it has to know of these bytes is taken while
+        they are in the processor's cache.
+        """
 
 
 class Refusal(StrEnum):
@@ -149,7 +166,7 @@ class RemoteConnector(ABC):
     #: What people are shown: the URL without secrets.
     description: str
     #: ``sizes`` is one request for all names. Where it is one for each, loads do without it: a
-    #: request for a value that is not there costs no more.
+    #: request for a value that is not there costs no more; and stores ask for fewer.
     sizes_at_once = True
 
     @abstractmethod

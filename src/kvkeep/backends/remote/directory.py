@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvkeep.backends.io.pieces import pieces
 from kvkeep.backends.remote.base import (
     HEADER_BYTES,
     ConnectorOptions,
@@ -34,8 +35,6 @@ from kvkeep.errors import BackendError, BackendTimeoutError, ConfigError
 VALUE_SUFFIX, TEMP_SUFFIX = ".kvv", ".tmp"
 #: A temporary file that was not written to for so long is nobody's any more.
 TEMP_AGE_S = 3600.0
-#: Bytes of one read or write: what is read is verified while it is in the processor's cache.
-PIECE_BYTES = 1 << 20
 #: How many hex digits of a name its subdirectory has: 256 subdirectories for each writer.
 _FAN_DIGITS = 2
 _REFUSALS = {
@@ -52,6 +51,8 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLL
 
 class DirectoryConnector(RemoteConnector):
     """Values as files below one directory."""
+
+    sizes_at_once = False
 
     def __init__(self, url: RemoteURL, options: ConnectorOptions) -> None:
         """Use the directory of a URL like ``file:///mnt/shared/kvkeep``.
@@ -109,7 +110,7 @@ class DirectoryConnector(RemoteConnector):
                 self._make_folders(path)
                 fd = os.open(temp, _WRITE_FLAGS, 0o600)
                 try:
-                    _write(fd, [memoryview(value.header), memoryview(value.payload)], deadline)
+                    _write(fd, value, deadline)
                 finally:
                     os.close(fd)  # which may be where a shared file system says that it is full
                 os.rename(temp, path)
@@ -153,15 +154,16 @@ class DirectoryConnector(RemoteConnector):
         target = sink.begin(os.pread(fd, HEADER_BYTES, 0) if is_bounded else b"", size_bytes)
         if target is None:
             return
-        done = 0
-        while done < len(target):
-            _check_time(deadline, "get")
-            count = os.preadv(fd, [target[done : done + PIECE_BYTES]], HEADER_BYTES + done)
-            if count == 0:
-                sink.fail("truncated")  # since its size was asked for
-                return
-            done += count
-            sink.filled(done)
+        for position, piece in pieces(target, HEADER_BYTES):
+            done = 0
+            while done < len(piece):
+                _check_time(deadline, "get")
+                count = os.preadv(fd, [piece[done:]], HEADER_BYTES + position + done)
+                if count == 0:
+                    sink.fail("truncated")  # since its size was asked for
+                    return
+                done += count
+            sink.filled(position + done)
         sink.finish()
 
     def remove(self, names: Sequence[str], timeout_s: float) -> list[bool]:
@@ -239,16 +241,22 @@ class DirectoryConnector(RemoteConnector):
                         os.unlink(entry.path)
 
 
-def _write(fd: int, parts: list[memoryview], deadline: float) -> None:
-    """Write a header and a payload, however little one call writes."""
-    while parts:
+def _write(fd: int, value: Value, deadline: float) -> None:
+    """Write a payload, and then the header, which holds its checksum, before it."""
+    payload = memoryview(value.payload).cast("B")
+    start = value.size_bytes - len(payload)
+    for position, piece in pieces(payload, start):
+        value.sending(position + len(piece))
+        _write_all(fd, piece, start + position, deadline)
+    _write_all(fd, memoryview(value.header), 0, deadline)
+
+
+def _write_all(fd: int, data: memoryview, offset: int, deadline: float) -> None:
+    """Write at an offset, however little one call writes."""
+    done = 0
+    while done < len(data):
         _check_time(deadline, "put")
-        # while some of the header is left, the beginning of the payload goes with it
-        count = os.writev(fd, [part[:PIECE_BYTES] for part in parts])
-        while parts and count >= len(parts[0]):
-            count -= len(parts.pop(0))
-        if parts:
-            parts[0] = parts[0][count:]
+        done += os.pwrite(fd, data[done:], offset + done)
 
 
 def _raise_if_there(error: OSError) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import obstore
 from obstore.exceptions import BaseError, GenericError, PermissionDeniedError
 
+from kvkeep.backends.io.pieces import pieces
 from kvkeep.backends.remote.async_calls import AsyncCalls
 from kvkeep.backends.remote.base import (
     HEADER_BYTES,
@@ -44,8 +45,6 @@ _SMALL_WINDOW, _VALUE_WINDOW = 64, 2
 _LIST_AT_ONCE = 1000
 #: How long a cancelled upload may take to let go of memory. It takes milliseconds.
 _LET_GO_S = 2.0
-#: Bytes that are copied, then verified while they are in the processor's cache.
-_PIECE_BYTES = 1 << 20
 #: What stores say when they do not take a value, and what it means.
 _REFUSALS = {
     "EntityTooLarge": Refusal.TOO_LARGE,
@@ -258,8 +257,8 @@ def _hand_over(data: memoryview, sink: ValueSink) -> None:
         return
     source = np.frombuffer(data, np.uint8)[HEADER_BYTES:]
     into = np.frombuffer(target, np.uint8)
-    for start in range(0, len(into), _PIECE_BYTES):
-        end = min(start + _PIECE_BYTES, len(into))
+    for start, piece in pieces(target):
+        end = start + len(piece)
         np.copyto(into[start:end], source[start:end])
         sink.filled(end)
     sink.finish()

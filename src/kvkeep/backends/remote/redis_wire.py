@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvkeep.backends.io.pieces import PIECE_BYTES
 from kvkeep.codec.frame import Buffer
 
 #: What is read at once where the end of a line is looked for; no line is longer.
 _BUFFER_BYTES = 16 * 1024
-#: What is read at once of a payload: it is verified while it is in the processor's cache.
-_PIECE_BYTES = 1 << 20
 _CRLF = b"\r\n"
 
 
@@ -148,7 +147,7 @@ class RedisWire:
         target[:done] = self._buffer[self._start : self._start + done]
         self._start += done
         while done < len(target):
-            done += self._receive(target[done : done + _PIECE_BYTES])
+            done += self._receive(target[done : done + PIECE_BYTES])
             if filled is not None:
                 filled(done)
 

@@ -17,12 +17,13 @@ from kvkeep.backends.io.breaker import Breaker
 from kvkeep.backends.io.pool import IOPool, StoreJob
 from kvkeep.backends.remote.base import HEADER_BYTES, Refusal, Value
 from kvkeep.backends.remote.calls import StoreCalls
+from kvkeep.backends.remote.chunk_value import ChunkValue
 from kvkeep.backends.remote.known import Claim, KnownChunks
 from kvkeep.backends.remote.load import fits
 from kvkeep.backends.remote.reports import RemoteReports, cause_of
 from kvkeep.backends.remote.value_names import name_prefix, value_name
 from kvkeep.codec.base import Codec
-from kvkeep.codec.frame import ChunkMeta, FrameHeader, checksum
+from kvkeep.codec.frame import CHECKSUM_BYTES, ChunkMeta, FrameHeader
 from kvkeep.codec.names import encode_chunk
 from kvkeep.errors import BackendError, CodecError
 from kvkeep.keys import ChunkKey
@@ -192,7 +193,20 @@ class RemoteStores:
         return done
 
     def _which_are_there(self, group: Sequence[Pending], deadline: float) -> list[bool]:
-        """Which of these somebody else has stored: a small question that may save a large value."""
+        """Which of these somebody else has stored: a small question that may save a large value.
+
+        Where it is one question for each, only the first is asked for at first: whoever stored the
+        prompt up to a later chunk has stored the first ones, too.
+        """
+        at_once = len(group) if self._calls.connector.sizes_at_once else 1
+        found = self._ask(group[:at_once], deadline)
+        if at_once < len(group):
+            rest = group[at_once:]
+            found += self._ask(rest, deadline) if found[0] else [False] * len(rest)
+        return found
+
+    def _ask(self, group: Sequence[Pending], deadline: float) -> list[bool]:
+        """Which of these have a value of a possible size."""
         names = [self._name(one) for one in group]
         most = HEADER_BYTES + self._rules.full.size_bytes
         sizes = self._calls.sizes(names, deadline, self._questions) if names else []
@@ -220,10 +234,10 @@ class RemoteStores:
             identity=self._rules.identity,
             meta=one.meta,
             payload_bytes=memoryview(encoded.payload).nbytes,
-            payload_checksum=checksum(encoded.payload),
+            payload_checksum=bytes(CHECKSUM_BYTES),
             codec=encoded.code,
         )
-        return Value(header.pack(), encoded.payload)
+        return ChunkValue(header, encoded.payload)
 
     def _take_back(self, one: Pending) -> None:
         """Remove a value whose chunk was removed while it was stored."""

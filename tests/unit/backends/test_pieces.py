@@ -1,0 +1,30 @@
+"""How payloads are cut while they are moved."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep.backends.io import pieces as module
+from kvkeep.backends.io.pieces import PIECE_BYTES, pieces
+from kvkeep.codec.frame import HEADER_BYTES
+
+
+@given(size=st.integers(0, 200), offset=st.integers(0, 100), piece_bytes=st.integers(1, 64))
+def test_pieces_are_the_buffer_cut_at_multiples_in_the_file(size, offset, piece_bytes):
+    data = bytes(range(200))[:size]
+    before, module.PIECE_BYTES = module.PIECE_BYTES, piece_bytes
+    try:
+        found = list(pieces(memoryview(data), offset))
+    finally:
+        module.PIECE_BYTES = before
+    assert b"".join(piece for _, piece in found) == data
+    assert [data[at : at + len(piece)] for at, piece in found] == [bytes(one) for _, one in found]
+    assert all(0 < len(piece) <= piece_bytes for _, piece in found)
+    assert all((offset + at) % piece_bytes == 0 for at, _ in found[1:])
+
+
+def test_only_the_first_piece_after_a_header_is_short():
+    """No page of a chunk's file is touched by two calls."""
+    sizes = [len(piece) for _, piece in pieces(memoryview(bytes(4 * PIECE_BYTES)), HEADER_BYTES)]
+    assert sizes == [PIECE_BYTES - HEADER_BYTES, *[PIECE_BYTES] * 3, HEADER_BYTES]
