@@ -2,280 +2,393 @@
 
     python benchmarks/scale.py [--largest 1000000] [--disk-chunks 100000] [--plot scale.png]
 
-Pools of 1,000 to ``--largest`` tiny chunks, all full: microseconds per chunk of a store that evicts
-(with 1,000 chunks pinned, and without), of a lookup, and with 64 threads that look up at once;
-bytes of process memory per chunk; and per chunk of a disk the time of a start. The figures are
-those of the index, the policy and the allocator, since there is next to nothing to copy.
+Pools of 1,000 to ``--largest`` tiny chunks, all full, each with as many names of chunks that went
+as its policy remembers: there is next to nothing to copy, so the figures are those of the index,
+the policy and the allocator. Each size is built once, and all are measured in turn, so that what
+else the machine does falls on all of them. A cost per operation is the least of :data:`BATCHES`
+batches, since noise only adds to it; a pause of the garbage collector is a median. The keys of a
+prompt are made before the clock starts. What needs a disk is in ``scale_disk.py``.
 """
 
 from __future__ import annotations
 
 import gc
-import shutil
+import importlib.util
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
+import scale_disk
 import torch
 import typer
 from rich.console import Console
 
 from kvkeep.backends.lease import Lease
 from kvkeep.backends.local_cpu import LocalCPUBackend
-from kvkeep.bench.measure import Row, show
+from kvkeep.bench.measure import Row, seconds, show
 from kvkeep.keys import ChunkKey
 from kvkeep.layout import MemoryFormat
+from kvkeep.memory.base import MemoryAllocatorInterface
 from kvkeep.memory.factory import initialize_allocator
 from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.policy.names import create_policy
-from kvkeep.testing import chunks
-from kvkeep.testing.disk import make_disk
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 64
 PROMPT = 64  # chunks of one prompt
+LOOKUP = 512  # chunks of a long prompt: 131,072 tokens
 THREADS = 64
-ROUNDS = 200
-#: What index, policy and allocator may take for one chunk.
+BATCHES = 15
+#: Prompts in a batch.
+ROUNDS = 28
+#: Names that a policy remembers at most of pools of up to a million chunks.
+NAMES = 1_000_000
+#: What index, policy and allocator may take for one chunk, names of those that went included.
 MEMORY_BYTES = 1024
 #: What a cost at the largest size may be of that at the smallest.
 FLAT = 2.0
+#: What a lookup may add to the time of its keys (spec 14.2), with pins and without.
+LOOKUP_MS, PINNED_MS = 0.3, 1.0
 
 
-def key_of(number: int) -> ChunkKey:
-    """The key with this number, spread as hashes are."""
-    return ChunkKey((number * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little") * 4)
-
-
-def prompt(number: int) -> list[ChunkKey]:
+def prompt(number: int, length: int = PROMPT) -> list[ChunkKey]:
     """The keys of one prompt."""
-    return [key_of(number * PROMPT + chunk) for chunk in range(PROMPT)]
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in use."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return [scale_disk.key_of(number * PROMPT + chunk) for chunk in range(length)]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one size of the pool: microseconds per chunk, and bytes per chunk."""
+    """Of one size of the pool: microseconds per chunk, milliseconds, bytes per chunk."""
 
     chunks: int
     store_us: float
     store_pinned_us: float
+    policy_us: float
+    allocator_us: float
     lookup_us: float
     threads_us: float
+    lookup_ms: float
+    pinned_lookup_ms: float
+    pause_ms: float
+    idle_pause_ms: float
     chunk_bytes: float
 
 
 class Pool:
     """A pool that is full of prompts."""
 
-    def __init__(self, capacity: int, policy: str) -> None:
-        """Fill it."""
+    def __init__(self, capacity: int, policy: str, *, turnovers: float) -> None:
+        """Fill it, and store so many times as much again."""
         self.capacity = capacity
-        before = resident_bytes()
-        allocator = initialize_allocator(
-            capacity * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, huge_pages=False
-        )
+        gc.collect()
+        before = scale_disk.resident_bytes()
+        allocator = _allocator(capacity)
         self.backend = LocalCPUBackend(allocator, create_policy(policy), metrics=Metrics())
         self.next_prompt = 0
-        for _ in range(capacity // PROMPT):
-            self.store()
+        for _ in range(int(capacity * (1 + turnovers)) // PROMPT):
+            self.store(self.next_keys())
         gc.collect()
-        self.chunk_bytes = (resident_bytes() - before) / len(self.backend) - CHUNK_BYTES
+        used = scale_disk.resident_bytes() - before
+        self.chunk_bytes = used / len(self.backend) - CHUNK_BYTES
 
-    def store(self) -> None:
-        """One more prompt, as a store does it: asked for, allocated, put."""
-        keys = prompt(self.next_prompt)
+    def next_keys(self) -> list[ChunkKey]:
+        """One more prompt."""
         self.next_prompt += 1
+        return prompt(self.next_prompt - 1)
+
+    def store(self, keys: Sequence[ChunkKey]) -> None:
+        """A prompt, as a store does it: asked for, allocated, put."""
         self.backend.batched_contains(keys)
         objs = self.backend.batched_allocate(
             (1, 1, CHUNK_BYTES),
             torch.uint8,
-            PROMPT,
+            len(keys),
             MemoryFormat.OPAQUE_PAGES,
             busy_loop=False,
             protect=keys,
         )
         with References(objs or []) as held:
-            if len(held.objects) != PROMPT:
+            if len(held.objects) != len(keys):
                 raise RuntimeError("there is no room although everything may be evicted")
             self.backend.batched_submit_put_task(keys, held.objects)
         self.backend.note_order(keys)
 
-    def lookup(self, number: int) -> None:
-        """One stored prompt, counted from the latest."""
-        keys = prompt(self.next_prompt - 1 - number)
-        if self.backend.batched_contains(keys) != PROMPT:
+    def lookup(self, keys: Sequence[ChunkKey], pin: Lease | None = None) -> None:
+        """A stored prompt."""
+        if self.backend.batched_contains(keys, pin=pin) != len(keys):
             raise RuntimeError("a stored prompt is missing")
 
-    def costs(self) -> Costs:
-        """Measure all."""
-        store = per_chunk_us(self.store)
-        recent = self.capacity // PROMPT // 4
-        turns = iter(range(1 << 30))
-        lookup = per_chunk_us(lambda: self.lookup(next(turns) % recent))
-        threads = self._threads_us(recent)
+    def pinned_lookup(self, keys: Sequence[ChunkKey]) -> None:
+        """A stored prompt, pinned and released."""
+        lease = Lease("one", time.monotonic() + 600)
+        self.lookup(keys, lease)
+        lease.release()
+
+    def stored(self, count: int, length: int = PROMPT) -> list[list[ChunkKey]]:
+        """The keys of so many stored prompts, spread over the newer half of the pool."""
+        newest, room = self.next_prompt - length // PROMPT, self.capacity // PROMPT // 2
+        step = max(1, room // count)
+        return [prompt(newest - number * step % room, length) for number in range(count)]
+
+    def pin_oldest(self) -> Lease:
+        """Pin a quarter of the pool, at most 1,000 chunks, where a search for victims begins."""
         lease = Lease("pinned", time.monotonic() + 600)
         oldest = self.next_prompt - self.capacity // PROMPT + 1
         for number in range(oldest, oldest + max(1, min(1000, self.capacity // 4) // PROMPT)):
             self.backend.batched_contains(prompt(number), pin=lease)
-        pinned = per_chunk_us(self.store)
-        lease.release()
-        return Costs(self.capacity, store, pinned, lookup, threads, self.chunk_bytes)
+        return lease
 
-    def _threads_us(self, recent: int) -> float:
-        """Microseconds per chunk when THREADS threads look up at once, in all."""
+    def threads_s(self) -> float:
+        """Seconds in which THREADS threads look up ROUNDS prompts each."""
+        keys = self.stored(ROUNDS)
 
-        def ask(first: int) -> None:
-            for number in range(ROUNDS // 4):
-                self.lookup((first + number) % recent)
+        def ask() -> None:
+            for one in keys:
+                self.lookup(one)
 
-        threads = [threading.Thread(target=ask, args=(first,)) for first in range(THREADS)]
-        begun = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return (time.perf_counter() - begun) / (THREADS * (ROUNDS // 4) * PROMPT) * 1e6
+        threads = [threading.Thread(target=ask) for _ in range(THREADS)]
+
+        def run() -> None:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        return seconds(run)
+
+    def batch(self) -> Iterator[tuple[str, float]]:
+        """One batch of everything but what needs pins: names of :class:`Costs` and values."""
+        chunks = ROUNDS * PROMPT
+        yield "store_us", _each(self.store, [self.next_keys() for _ in range(ROUNDS)]) / chunks
+        yield "lookup_us", _each(self.lookup, self.stored(ROUNDS)) / chunks
+        yield "threads_us", self.threads_s() * 1e6 / chunks / THREADS
+        few = self.stored(4, LOOKUP)
+        yield "lookup_ms", _each(self.lookup, few) / len(few) / 1e3
+        yield "pinned_lookup_ms", _each(self.pinned_lookup, few) / len(few) / 1e3
+
+    def pinned_batch(self) -> Iterator[tuple[str, float]]:
+        """A batch of stores beside pins."""
+        keys = [self.next_keys() for _ in range(ROUNDS)]
+        yield "store_pinned_us", _each(self.store, keys) / ROUNDS / PROMPT
 
     def close(self) -> None:
         """Give everything back."""
         self.backend.close()
 
 
-def per_chunk_us(call: Callable[[], object]) -> float:
-    """Microseconds per chunk of a call for one prompt: the median of several groups of calls."""
-    groups = []
-    for _ in range(7):
-        begun = time.perf_counter()
-        for _ in range(ROUNDS // 7):
-            call()
-        groups.append((time.perf_counter() - begun) / (ROUNDS // 7) / PROMPT * 1e6)
-    return statistics.median(groups)
+class PolicyAlone:
+    """The policy without a pool: put a chunk, use another, choose one to evict, evict it."""
+
+    def __init__(self, capacity: int, policy: str) -> None:
+        """Know as many chunks."""
+        self.policy = create_policy(policy)
+        self.mapping = self.policy.init_mutable_mapping()
+        self.next = 0
+        for key in self._keys(capacity):
+            self._put(key)
+
+    def _keys(self, count: int) -> list[ChunkKey]:
+        self.next += count
+        return [scale_disk.key_of(number) for number in range(self.next - count, self.next)]
+
+    def _put(self, key: ChunkKey) -> None:
+        self.mapping[key] = True  # type: ignore[assignment]  # a policy never looks at the values
+        self.policy.update_on_put(key)
+
+    def _turn(self, key: ChunkKey) -> None:
+        for victim in self.policy.get_evict_candidates(self.mapping, 1, bool):
+            del self.mapping[victim]
+            self.policy.update_on_force_evict(victim)
+        self._put(key)
+        self.policy.update_on_hit(key, self.mapping)
+
+    def batch(self) -> Iterator[tuple[str, float]]:
+        """One batch."""
+        keys = self._keys(ROUNDS * PROMPT)
+        yield "policy_us", _each(self._turn, keys) / len(keys)
 
 
-def disk_start_us(folder: Path, count: int) -> tuple[float, float]:
-    """Microseconds per chunk of writing tiny chunks, and of the start that finds them."""
-    batch = 1024
-    allocator = initialize_allocator(2 * batch * chunks.CHUNK_BYTES, chunk_bytes=chunks.CHUNK_BYTES)
-    pool = LocalCPUBackend(allocator, create_policy("lru"), metrics=Metrics())
-    options = {"size_bytes": 1 << 40, "queue_bytes": 1 << 30, "stall_timeout_s": 60.0}
-    disk = make_disk(pool, folder, **options)
+class AllocatorAlone:
+    """The allocator without a pool, its free slots scattered: take one, give it back."""
+
+    def __init__(self, capacity: int) -> None:
+        """Take all slots and give every fourth back."""
+        self.allocator = _allocator(capacity)
+        objs = self.allocator.batched_allocate((1, 1, CHUNK_BYTES), torch.uint8, capacity) or []
+        self.held = References(objs[n] for n in range(capacity) if n % 4)
+        References(objs[::4]).release()
+
+    def _turn(self, count: int) -> None:
+        References(
+            self.allocator.batched_allocate((1, 1, CHUNK_BYTES), torch.uint8, count) or []
+        ).release()
+
+    def batch(self) -> Iterator[tuple[str, float]]:
+        """One batch."""
+        yield "allocator_us", _each(self._turn, [PROMPT] * ROUNDS) / ROUNDS / PROMPT
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.held.release()
+        self.allocator.close()
+
+
+def _allocator(capacity: int) -> MemoryAllocatorInterface:
+    return initialize_allocator(capacity * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES, huge_pages=False)
+
+
+def _each(call: Callable[[T], object], arguments: Sequence[T]) -> float:
+    """Microseconds for a call of each argument."""
     begun = time.perf_counter()
-    for start in range(0, count, batch):
-        keys = [key_of(number) for number in range(start, min(start + batch, count))]
-        objs = pool.batched_allocate(
-            chunks.SHAPE, chunks.DTYPE, len(keys), MemoryFormat.OPAQUE_PAGES
-        )
-        with References(objs or []) as held:
-            disk.batched_submit_put_task(keys, held.objects)
-            if not disk.flush(600):
-                raise RuntimeError("the disk did not take the chunks in time")
-    written_us = (time.perf_counter() - begun) / count * 1e6
-    disk.close()
-    begun = time.perf_counter()
-    disk = make_disk(pool, folder, **options)
-    started_us = (time.perf_counter() - begun) / count * 1e6
-    found = len(disk.keys())
-    disk.close()
-    pool.close()
-    if found != count:
-        raise RuntimeError(f"the start found {found} chunks of {count}")
-    return written_us, started_us
+    for argument in arguments:
+        call(argument)
+    return (time.perf_counter() - begun) * 1e6
 
 
-def measure(sizes: list[int], policy: str) -> list[Costs]:
-    """Costs by size, in ascending order."""
-    found = []
-    for size in sizes:
-        pool = Pool(size, policy)
-        found.append(pool.costs())
-        pool.close()
-        del pool
-        gc.collect()
+def least(parts: Sequence[Callable[[], Iterator[tuple[str, float]]]]) -> list[dict[str, float]]:
+    """The least value of each cost over all batches, which are taken in turn."""
+    found: list[dict[str, float]] = [{} for _ in parts]
+    for _ in range(BATCHES):
+        for batch, values in zip(parts, found, strict=True):
+            gc.collect(1)
+            for name, value in batch():
+                values[name] = min(value, values.get(name, value))
     return found
 
 
-def rows_of(found: list[Costs], disk: dict[int, tuple[float, float]]) -> list[Row]:
+def measure(sizes: Sequence[int], policy: str) -> list[Costs]:
+    """Costs by size, in ascending order."""
+    values: list[dict[str, float]] = [{} for _ in sizes]
+
+    def take(parts: Sequence[Callable[[], Iterator[tuple[str, float]]]]) -> None:
+        for one, more in zip(values, least(parts), strict=True):
+            one.update(more)
+
+    policies = [PolicyAlone(size, policy) for size in sizes]
+    take([one.batch for one in policies])
+    del policies
+    allocators = [AllocatorAlone(size) for size in sizes]
+    take([one.batch for one in allocators])
+    for one in allocators:
+        one.close()
+    del allocators
+    pools: list[Pool] = []
+    for size, one in zip(sizes, values, strict=True):
+        idle = _pause_ms()
+        pools.append(Pool(size, policy, turnovers=min(8.0, NAMES / size)))
+        one.update(idle_pause_ms=idle, pause_ms=_pause_ms())
+    take([pool.batch for pool in pools])
+    leases = [pool.pin_oldest() for pool in pools]
+    take([pool.pinned_batch for pool in pools])
+    for lease in leases:
+        lease.release()
+    costs = [
+        Costs(pool.capacity, chunk_bytes=pool.chunk_bytes, **one)
+        for pool, one in zip(pools, values, strict=True)
+    ]
+    for pool in pools:
+        pool.close()
+    return costs
+
+
+def _pause_ms() -> float:
+    """What a full collection of garbage takes: the median of seven."""
+    return statistics.median(seconds(gc.collect) for _ in range(7)) * 1e3
+
+
+def rows_of(found: Sequence[Costs]) -> list[Row]:
     """The largest size beside the smallest one; flat is a ratio of 1."""
     small, large = found[0], found[-1]
-
-    def row(what: str, name: str, target: float | None) -> Row:
-        ours, limit = getattr(large, name), getattr(small, name)
-        return Row(what, ours, limit, "us", ours / limit, target)
-
     of = f"{large.chunks:,} chunks / {small.chunks:,}"
-    rows = [
-        row(f"evict and store a chunk: {of}", "store_us", FLAT),
-        row(f"the same beside pinned chunks: {of}", "store_pinned_us", FLAT),
-        row(f"look a chunk up: {of}", "lookup_us", FLAT),
-        row(f"look a chunk up, {THREADS} threads: {of}", "threads_us", FLAT),
-    ]
+
+    def growth(what: str, name: str, target: float | None) -> Row:
+        ours, limit = getattr(large, name), getattr(small, name)
+        return Row(f"{what}: {of}", ours, limit, "us", ours / limit, target)
+
+    def bound(what: str, ours: float, limit: float, unit: str) -> Row:
+        what = f"{what}, {large.chunks:,} chunks"
+        return Row(what, ours, limit, unit, ours / limit, 1.0)
+
     beside = large.threads_us / large.lookup_us
-    what = f"look a chunk up, {THREADS} threads / one"
-    rows.append(Row(what, large.threads_us, large.lookup_us, "us", beside, FLAT))
-    what = f"memory of a chunk in the index, {large.chunks:,} chunks"
-    ratio = large.chunk_bytes / MEMORY_BYTES
-    rows.append(Row(what, large.chunk_bytes, MEMORY_BYTES, "B", ratio, 1.0))
-    if len(disk) > 1:
-        few, many = min(disk), max(disk)
-        ratio = disk[many][1] / disk[few][1]
-        what = f"start with a chunk on disk: {many:,} chunks / {few:,}"
-        rows.append(Row(what, disk[many][1], disk[few][1], "us", ratio, FLAT))
-    return rows
+    return [
+        growth("evict and store a chunk", "store_us", FLAT),
+        growth("the same beside pinned chunks", "store_pinned_us", FLAT),
+        growth("policy alone: put, use, evict", "policy_us", FLAT),
+        growth("allocator alone: take, give back", "allocator_us", FLAT),
+        growth("look a chunk up (one access to memory)", "lookup_us", None),
+        Row(
+            f"look a chunk up, {THREADS} threads / one, {large.chunks:,} chunks",
+            large.threads_us,
+            large.lookup_us,
+            "us",
+            beside,
+            FLAT,
+        ),
+        bound(f"look {LOOKUP} chunks up, without keys", large.lookup_ms, LOOKUP_MS, "ms"),
+        bound("... with pin and release", large.pinned_lookup_ms, PINNED_MS, "ms"),
+        bound("memory of a chunk in the index", large.chunk_bytes, MEMORY_BYTES, "B"),
+        Row(
+            f"full collection of garbage: {large.chunks:,} chunks / none",
+            large.pause_ms,
+            large.idle_pause_ms,
+            "ms",
+            large.pause_ms / large.idle_pause_ms,
+            None,
+        ),
+    ]
 
 
-def plot(found: list[Costs], path: Path) -> None:
-    """Microseconds per chunk over the number of chunks."""
+def plot(found: Sequence[Costs], path: Path) -> None:
+    """Microseconds per chunk over the number of chunks, for light and dark pages."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    grey = "#7d8590"  # of the text: readable on white and on black
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.add_subplot()
-    lines = {
-        "store_us": ("evict and store", "o"),
-        "store_pinned_us": ("evict and store, 1,000 chunks pinned", "s"),
-        "lookup_us": ("look up", "D"),
-        "threads_us": (f"look up, {THREADS} threads at once", "^"),
-    }
+    lines = (
+        ("store_pinned_us", "evict and store, beside pinned chunks", "s", "#bf8700"),
+        ("store_us", "evict and store", "o", "#d1574e"),
+        ("policy_us", "policy alone: put, use, evict", "v", "#8a63d2"),
+        ("allocator_us", "allocator alone: take, give back", "P", "#2f81f7"),
+        ("threads_us", f"look up, {THREADS} threads at once", "^", "#1a9f8f"),
+        ("lookup_us", "look up", "D", "#3f9142"),
+    )
     sizes = [one.chunks for one in found]
-    for name, (label, marker) in lines.items():
-        axes.plot(sizes, [getattr(one, name) for one in found], marker=marker, label=label)
+    for name, label, marker, color in lines:
+        values = [getattr(one, name) for one in found]
+        axes.plot(sizes, values, marker=marker, color=color, label=label)
     axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("chunks in the pool")
-    axes.set_ylabel("microseconds per chunk")
-    axes.set_title("What a chunk costs the index, the policy and the allocator")
-    axes.grid(axis="y", color="0.92")
+    axes.set_yscale("log")
+    axes.set_ylim(top=axes.get_ylim()[1] * 12)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("chunks in the pool", color=grey)
+    axes.set_ylabel("microseconds per chunk", color=grey)
+    axes.tick_params(which="both", colors=grey)
+    axes.grid(axis="y", color=grey, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, format="png", dpi=150)
+    axes.spines[["left", "bottom"]].set_color(grey)
+    axes.legend(frameon=False, labelcolor=grey, ncols=2, loc="upper left", fontsize="small")
+    figure.savefig(path, format="png", dpi=150, transparent=True)
 
 
 def rows(
     largest: int = 1_000_000, disk_chunks: int = 100_000, image: Path | None = None
 ) -> list[Row]:
-    """All rows; the plot goes to ``image``."""
+    """All rows; the plot goes to ``image``, if matplotlib is here."""
     sizes = [size for size in (1_000, 10_000, 100_000, 1_000_000) if size <= largest]
+    with tempfile.TemporaryDirectory(prefix="kvkeep-scale-") as folder:
+        disk = scale_disk.rows(Path(folder), disk_chunks)
     found = measure(sizes, "reuse")
-    if image is not None:
+    if image is not None and importlib.util.find_spec("matplotlib") is not None:
         plot(found, image)
-    disk = {}
-    for count in (disk_chunks // 10, disk_chunks):
-        folder = Path(tempfile.mkdtemp(prefix="kvkeep-scale-"))
-        try:
-            disk[count] = disk_start_us(folder, count)
-        finally:
-            shutil.rmtree(folder)
-    return rows_of(found, disk)
+    return rows_of(found) + disk
 
 
 def main(

@@ -38,6 +38,7 @@ from kvkeep.policy.reuse_model import (
     ReuseModel,
 )
 from kvkeep.policy.reuse_state import (
+    PARTS,
     class_of,
     epoch_of,
     history_after_use,
@@ -241,7 +242,7 @@ class ReusePolicy(CachePolicy[V]):
         age = self._epoch - epoch_of(queue)
         self._model.stop_waiting(class_of(queue), age, used=True)
         uses, interval = history_after_use(state, age)
-        chunk_class = class_of_used(uses, interval / EPOCHS_PER_TURNOVER)
+        chunk_class = class_of_used(uses, interval / (PARTS * EPOCHS_PER_TURNOVER))
         self._model.start_waiting(chunk_class)
         return used_state(queue_number(self._epoch, chunk_class), uses, interval)
 

@@ -17,7 +17,7 @@ _MAX_INTERVAL = (1 << _INTERVAL_BITS) - 1
 _MAX_CLASS = (1 << _CLASS_BITS) - 1
 _QUEUE_SHIFT = _USES_BITS + _INTERVAL_BITS
 #: Parts of an epoch in which intervals are counted.
-_PARTS = 1 << 12
+PARTS = 1 << 12
 
 
 def queue_number(epoch: int, chunk_class: int) -> int:
@@ -50,19 +50,22 @@ def uses_of(state: int) -> int:
     return state & _MAX_USES
 
 
-def history_after_use(state: int, age: int) -> tuple[int, float]:
-    """Uses and typical interval in epochs, smoothed, once the chunk is used again.
+def history_after_use(state: int, age: int) -> tuple[int, int]:
+    """Uses and typical interval, smoothed, once the chunk is used again.
 
     Args:
         state: before.
         age: epochs since its last use.
+
+    Returns:
+        Uses, at most 7, and the interval in :data:`PARTS` of an epoch.
     """
-    uses = min(uses_of(state) + 1, _MAX_USES)
-    interval = (state >> _USES_BITS & _MAX_INTERVAL) / _PARTS
-    return uses, float(age) if uses == 2 else (interval + age) / 2
+    uses = state & _MAX_USES
+    age *= PARTS
+    interval = age if uses == 1 else (state >> _USES_BITS & _MAX_INTERVAL) + age >> 1
+    return uses + (uses < _MAX_USES), interval if interval < _MAX_INTERVAL else _MAX_INTERVAL
 
 
-def used_state(queue: int, uses: int, interval: float) -> int:
+def used_state(queue: int, uses: int, interval: int) -> int:
     """A chunk with this history in a queue."""
-    parts = min(int(interval * _PARTS), _MAX_INTERVAL)
-    return (queue << _INTERVAL_BITS | parts) << _USES_BITS | uses
+    return (queue << _INTERVAL_BITS | interval) << _USES_BITS | uses

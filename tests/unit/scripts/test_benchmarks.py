@@ -58,15 +58,20 @@ def test_only_what_stands_between_the_markers_is_replaced(load, tmp_path, monkey
 
 
 def test_growth_is_measured_beside_pinned_chunks_and_threads(load, tmp_path, monkeypatch) -> None:
+    disk = load("scale_disk")
+    monkeypatch.setattr(disk, "STARTS", 2)
+    starts = disk.rows(tmp_path, 100)
+    assert [row.unit for row in starts] == ["s", "us", "B"]
     scale = load("scale")
-    monkeypatch.setattr(scale, "ROUNDS", 8)
+    monkeypatch.setattr(scale, "BATCHES", 2)
+    monkeypatch.setattr(scale, "ROUNDS", 4)
     monkeypatch.setattr(scale, "THREADS", 4)
-    found = scale.measure([512, 2048], "reuse")
-    disk = {number: scale.disk_start_us(tmp_path / str(number), number) for number in (50, 100)}
-    rows = scale.rows_of(found, disk)
-    assert [one.chunks for one in found] == [512, 2048]
-    assert len(rows) == 7
+    found = scale.measure([2048, 4096], "reuse")
+    assert [one.chunks for one in found] == [2048, 4096]
+    rows = scale.rows_of(found)
+    assert len(rows) == 10
     assert all(row.kvkeep > 0 for row in rows if row.unit == "us")
+    assert "4,096 chunks / 2,048" in rows[0].what
 
 
 @pytest.mark.parametrize("page_size", [16, DENSE])
