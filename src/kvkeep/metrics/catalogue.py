@@ -147,15 +147,16 @@ _SPECS = (
         "kvkeep_tier_skipped_tokens",
         "tokens",
         "Tokens for which a tier was not asked, although it may have them.",
-        "A lookup, also one that asks again for a prompt that waits, left a tier out because "
-        "loading is expected to take longer than computing.",
+        "A lookup left a tier out because loading is expected to take longer than computing. A "
+        "prompt that waits and is asked for again counts once.",
         "tier",
         "cause",
     ),
     _gauge(
         "kvkeep_expected_load_bytes_per_second",
         "bytes per second",
-        "How fast a tier is expected to load, once it has begun; 0 if unknown.",
+        "How fast a tier is expected to load, once it has begun, or as a mean of all its time where "
+        "that cannot be told apart; 0 if unknown.",
         "Chunks were loaded from the tier.",
         "tier",
     ),

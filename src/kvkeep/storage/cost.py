@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +20,10 @@ from kvkeep.metrics import Metrics
 
 #: How much an observation still counts after the next one: about the last twenty matter.
 KEEP = 0.95
+#: Standard errors that a slope must be away from none to be shown.
+SOUND_ERRORS = 3.0
+#: Prompts whose refusals are remembered, so that each is counted once.
+_MAX_REFUSED = 1024
 #: Cause under which tokens are counted for which a tier was not asked.
 TOO_SLOW = "slower than computing"
 
@@ -49,6 +54,7 @@ class Observed:
         units: weighted sum of units; likewise the others.
         seconds: of seconds.
         units_squared: of units times units.
+        seconds_squared: of seconds times seconds.
         product: of units times seconds.
     """
 
@@ -56,6 +62,7 @@ class Observed:
     units: float = 0.0
     seconds: float = 0.0
     units_squared: float = 0.0
+    seconds_squared: float = 0.0
     product: float = 0.0
 
     def plus(self, units: float, seconds: float) -> Observed:
@@ -65,6 +72,7 @@ class Observed:
             KEEP * self.units + units,
             KEEP * self.seconds + seconds,
             KEEP * self.units_squared + units * units,
+            KEEP * self.seconds_squared + seconds * seconds,
             KEEP * self.product + units * seconds,
         )
 
@@ -87,6 +95,25 @@ class Observed:
             if start_s >= 0:
                 return Line(start_s, together / spread)
         return Line(0.0, self.product / self.units_squared)
+
+    def sound_line(self) -> Line | None:
+        """The line, for people to see, where the observations bear it; None if unknown.
+
+        That is where the time of a unit is at least :data:`SOUND_ERRORS` of its standard errors.
+        Else all of the time is ascribed to the units, as their mean: a slope that is mostly noise
+        would show rates that nobody has ever seen.
+        """
+        line = self.line()
+        if line is None or not self.units:
+            return line
+        mean_s = self.seconds / self.weight
+        spread = self.units_squared - self.units**2 / self.weight
+        together = self.product - self.units * mean_s
+        rest = self.seconds_squared - self.seconds * mean_s - line.unit_s * together
+        freedom = self.weight - 2.0
+        if freedom > 0 and line.unit_s**2 * spread * freedom > SOUND_ERRORS**2 * rest:
+            return line
+        return Line(0.0, self.seconds / self.units)
 
     def unit_s(self) -> float | None:
         """Seconds that one unit more takes, never nothing at all; None if unknown."""
@@ -134,6 +161,7 @@ class _Tier:
     observed: Observed = field(default_factory=Observed)
     asked_at: float = 0.0  # when it was last asked, or has answered
     on_trial: bool = False  # its next answer replaces what is known
+    refused: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # prompts, oldest first
 
 
 class CostRule:
@@ -166,10 +194,17 @@ class CostRule:
             tier, rate=lambda: self._load_rate(tier), start_s=lambda: self._load_start(tier)
         )
 
-    def admits(self, tier: str, num_chunks: int) -> bool:
+    def admits(self, tier: str, num_chunks: int, *, prompt: bytes) -> bool:
         """Whether to ask a tier for up to so many chunks, to load them. A refusal is counted.
 
         Whoever is let through tells :meth:`note_load` what came of it.
+
+        Args:
+            tier: its name.
+            num_chunks: how many may have to come from it.
+            prompt: names the prompt, as the key of its last chunk does. An engine may ask for one
+                that waits in each of its steps: that is one refusal. Once it was computed it is in
+                memory, so a prompt that is refused again has not been computed since.
         """
         if not self._options.enabled or num_chunks < 1:
             return True
@@ -181,7 +216,8 @@ class CostRule:
                 admitted = known.on_trial = True
             if admitted:
                 known.asked_at = now
-        if not admitted:
+            is_new = not admitted and _is_new(prompt, known.refused)
+        if is_new:
             self._metrics.tier_skipped(tier, TOO_SLOW, num_chunks * self._options.chunk_tokens)
         return admitted
 
@@ -231,13 +267,13 @@ class CostRule:
     def _prefill_rate(self) -> float:
         """Tokens per second; 0.0 if unknown."""
         with self._lock:
-            token_s = self._prefill.unit_s()
-        return 1.0 / token_s if token_s else 0.0
+            line = self._prefill.sound_line()
+        return 1.0 / line.unit_s if line is not None and line.unit_s else 0.0
 
     def _load_line(self, tier: str) -> Line | None:
         with self._lock:
             known = self._tiers.get(tier)
-            return known.observed.line() if known is not None else None
+            return known.observed.sound_line() if known is not None else None
 
     def _load_rate(self, tier: str) -> float:
         """Bytes per second once a load has begun; 0.0 if unknown."""
@@ -248,3 +284,13 @@ class CostRule:
         """Seconds before the first chunk; 0.0 if unknown."""
         line = self._load_line(tier)
         return line.start_s if line is not None else 0.0
+
+
+def _is_new(prompt: bytes, refused: OrderedDict[bytes, None]) -> bool:
+    """The prompt was not refused lately; it is from now on."""
+    is_new = prompt not in refused
+    refused[prompt] = None
+    refused.move_to_end(prompt)
+    if len(refused) > _MAX_REFUSED:
+        refused.popitem(last=False)
+    return is_new

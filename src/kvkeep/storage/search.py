@@ -104,7 +104,7 @@ class PrefixSearch:
         plain = self._asker(backend, keys, pin)
 
         def ask(start: int) -> int:
-            if not self._cost.admits(backend.name, len(keys) - start):
+            if not self._cost.admits(backend.name, len(keys) - start, prompt=keys[-1]):
                 return 0
             started = time.perf_counter()
             found = plain(start)

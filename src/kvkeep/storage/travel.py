@@ -182,7 +182,7 @@ class Travel:
     async def _count(self, backend: StorageBackendInterface, keys: Sequence[ChunkKey]) -> int:
         caller = self._roads.callers.get(backend.name)
         if caller is not None:
-            if not self._roads.cost.admits(backend.name, len(keys)):
+            if not self._roads.cost.admits(backend.name, len(keys), prompt=keys[-1]):
                 return 0
             started = time.perf_counter()
             found = await caller.count(keys)

@@ -222,7 +222,7 @@ def test_the_rule_of_costs_is_told(model):
         cost = manager.storage.cost
         cost.note_prefill(1_000_000, 1.0)
         cost.note_load("LocalDiskBackend", 1, 100.0)
-        assert cost.admits("LocalDiskBackend", 1)
+        assert cost.admits("LocalDiskBackend", 1, prompt=b"")
 
 
 ALL = [name for name, _ in setting_fields()]

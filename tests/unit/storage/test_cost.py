@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ SKIPPED = f'kvkeep_tier_skipped_tokens_total{{tier="{TIER}",cause="{TOO_SLOW}"}}
 
 seconds = st.floats(1e-6, 1e3)
 units = st.integers(1, 5000)
+numbers = itertools.count()
 
 
 class Clock:
@@ -32,12 +35,17 @@ def make(**options):
     return rule, metrics, clock
 
 
+def next_prompt():
+    """A prompt that nobody has asked for yet."""
+    return b"prompt %d" % next(numbers)
+
+
 def slow_rule(**options):
     """Computes 1,000 tokens a second; the tier takes a second for a chunk of 100."""
     rule, metrics, clock = make(**options)
     for count in (200, 400, 800):
         rule.note_prefill(count, 0.05 + count / 1000)
-    assert rule.admits(TIER, 3), "nothing is known of it"
+    assert rule.admits(TIER, 3, prompt=next_prompt()), "nothing is known of it"
     for count in (2, 4, 6):
         rule.note_load(TIER, count, float(count))
     return rule, metrics, clock
@@ -126,8 +134,8 @@ def test_a_start_that_only_many_chunks_earn():
 def test_a_slow_tier_is_left_alone_and_counted():
     """Fault 42: loading from the slow tier would take longer than computing again."""
     rule, metrics, _ = slow_rule()
-    assert not rule.admits(TIER, 3)
-    assert not rule.admits(TIER, 1000)
+    assert not rule.admits(TIER, 3, prompt=next_prompt())
+    assert not rule.admits(TIER, 1000, prompt=next_prompt())
     assert metrics.snapshot()[SKIPPED] == 1003 * CHUNK
     values = metrics.snapshot()
     assert values["kvkeep_prefill_tokens_per_second"] == pytest.approx(1000, rel=1e-6)
@@ -137,48 +145,48 @@ def test_a_slow_tier_is_left_alone_and_counted():
 
 def test_other_tiers_are_asked():
     rule, _, _ = slow_rule()
-    assert rule.admits("Other", 3)
+    assert rule.admits("Other", 3, prompt=next_prompt())
 
 
 def test_it_is_tried_again_by_one_lookup_and_comes_back():
     """Not a trap: one quick answer outweighs all that was known."""
     rule, _, clock = slow_rule(retry_s=30.0)
     clock.now += 29.9
-    assert not rule.admits(TIER, 3)
+    assert not rule.admits(TIER, 3, prompt=next_prompt())
     clock.now += 0.2
-    assert rule.admits(TIER, 3)
-    assert not rule.admits(TIER, 3), "one lookup tries it for all"
+    assert rule.admits(TIER, 3, prompt=next_prompt())
+    assert not rule.admits(TIER, 3, prompt=next_prompt()), "one lookup tries it for all"
     rule.note_load(TIER, 3, 0.01)
-    assert rule.admits(TIER, 3)
+    assert rule.admits(TIER, 3, prompt=next_prompt())
 
 
 def test_a_trial_that_is_slow_again_waits_again():
     rule, _, clock = slow_rule(retry_s=30.0)
     clock.now += 31
-    assert rule.admits(TIER, 3)
+    assert rule.admits(TIER, 3, prompt=next_prompt())
     rule.note_load(TIER, 3, 9.0)
-    assert not rule.admits(TIER, 3)
+    assert not rule.admits(TIER, 3, prompt=next_prompt())
     clock.now += 31
-    assert rule.admits(TIER, 3)
+    assert rule.admits(TIER, 3, prompt=next_prompt())
 
 
 def test_a_trial_without_hits_leaves_the_trial_to_the_next():
     """That the tier has nothing of one prompt says nothing of its speed."""
     rule, _, clock = slow_rule(retry_s=30.0)
     clock.now += 31
-    assert rule.admits(TIER, 3)
+    assert rule.admits(TIER, 3, prompt=next_prompt())
     rule.note_load(TIER, 0, 0.001)
-    assert rule.admits(TIER, 3)
+    assert rule.admits(TIER, 3, prompt=next_prompt())
     rule.note_load(TIER, 3, 0.01)
-    assert rule.admits(TIER, 3)
+    assert rule.admits(TIER, 3, prompt=next_prompt())
 
 
 def test_a_trial_whose_answer_never_came_is_followed_by_another():
     rule, _, clock = slow_rule(retry_s=30.0)
     for _ in range(3):
         clock.now += 31
-        assert rule.admits(TIER, 3)
-        assert not rule.admits(TIER, 3)
+        assert rule.admits(TIER, 3, prompt=next_prompt())
+        assert not rule.admits(TIER, 3, prompt=next_prompt())
 
 
 def test_a_tier_that_never_answers_in_time_is_slow():
@@ -187,22 +195,22 @@ def test_a_tier_that_never_answers_in_time_is_slow():
     rule.note_prefill(1000, 1.0)
     for _ in range(3):
         rule.note_load(TIER, 0, 0.7)
-    assert not rule.admits(TIER, 5)
-    assert rule.admits(TIER, 20), "20 chunks would take 2 s to compute"
+    assert not rule.admits(TIER, 5, prompt=next_prompt())
+    assert rule.admits(TIER, 20, prompt=next_prompt()), "20 chunks would take 2 s to compute"
 
 
 def test_quick_misses_are_no_loads():
     rule, metrics, _ = make()
     rule.note_prefill(1000, 1.0)
     for _ in range(100):
-        assert rule.admits(TIER, 5)
+        assert rule.admits(TIER, 5, prompt=next_prompt())
         rule.note_load(TIER, 0, 0.0001)
     assert metrics.snapshot()[f'kvkeep_expected_load_bytes_per_second{{tier="{TIER}"}}'] == 0
 
 
 def test_switched_off_it_asks_every_tier():
     rule, metrics, _ = slow_rule(enabled=False)
-    assert rule.admits(TIER, 3)
+    assert rule.admits(TIER, 3, prompt=next_prompt())
     assert SKIPPED not in metrics.snapshot()
 
 
@@ -211,3 +219,67 @@ def test_before_anything_is_measured_the_gauges_say_nothing():
     values = metrics.snapshot()
     assert values["kvkeep_prefill_tokens_per_second"] == 0
     assert values[f'kvkeep_expected_load_start_seconds{{tier="{TIER}"}}'] == 0
+
+
+def test_a_prompt_that_is_asked_for_in_every_step_counts_once():
+    rule, metrics, _ = slow_rule()
+    for _ in range(50):
+        assert not rule.admits(TIER, 3, prompt=b"waits")
+        assert not rule.admits(TIER, 5, prompt=b"waits, too")
+    assert metrics.snapshot()[SKIPPED] == 8 * CHUNK
+
+
+def test_the_prompts_that_are_remembered_are_bounded():
+    rule, metrics, _ = slow_rule()
+    for _ in range(3000):
+        rule.admits(TIER, 1, prompt=next_prompt())
+    assert len(rule._tiers[TIER].refused) == 1024
+    assert metrics.snapshot()[SKIPPED] == 3000 * CHUNK
+
+
+# --- what is shown ---
+
+
+def rates(metrics):
+    values = metrics.snapshot()
+    return (
+        values[f'kvkeep_expected_load_bytes_per_second{{tier="{TIER}"}}'],
+        values[f'kvkeep_expected_load_start_seconds{{tier="{TIER}"}}'],
+    )
+
+
+def test_a_sound_line_is_shown():
+    rule, metrics, _ = make()
+    for count in (1, 2, 4, 8, 16):
+        rule.note_load(TIER, count, 0.5 + 0.25 * count)
+        rule.note_prefill(count * 100, 0.1 + count * 0.05)
+    assert rates(metrics) == pytest.approx((4 << 20, 0.5), rel=1e-6)
+    assert metrics.snapshot()["kvkeep_prefill_tokens_per_second"] == pytest.approx(2000)
+
+
+@given(loads=st.lists(st.tuples(st.integers(1, 64), st.floats(0.01, 1.0)), min_size=1, max_size=60))
+def test_no_rate_is_shown_that_noise_alone_would_make(loads):
+    """It is the mean of all loads, unless their times rise with their sizes beyond doubt."""
+    observed = Observed()
+    for count, took in loads:
+        observed = observed.plus(count, took)
+    shown = observed.sound_line()
+    mean = Line(0.0, observed.seconds / observed.units)
+    assert shown in (mean, observed.line())
+    if shown != mean:
+        assert observed.weight > 2
+    fastest = min(took / count for count, took in loads)
+    slowest = max(took / count for count, took in loads)
+    assert fastest * 0.999 <= mean.unit_s <= slowest * 1.001
+
+
+def test_times_that_do_not_rise_with_the_size_show_their_mean():
+    """A slope of next to nothing would be shown as a rate of terabytes."""
+    rule, metrics, _ = make()
+    for count, took in ((4, 0.2), (8, 0.200001), (16, 0.2), (4, 0.2), (8, 0.2), (16, 0.200002)):
+        rule.note_load(TIER, count, took)
+        rule.note_prefill(count * 100, took)
+    rate, start_s = rates(metrics)
+    assert start_s == 0.0
+    assert 40 * (1 << 20) < rate < 60 * (1 << 20)
+    assert 4000 < metrics.snapshot()["kvkeep_prefill_tokens_per_second"] < 6000
