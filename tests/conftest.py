@@ -1,7 +1,8 @@
 """What every test shares: no thread may outlive the test that started it.
 
 Without vLLM (not every platform has a wheel of it) the folders of its tests leave them out, and
-one line of the header says so.
+one line of the header says so. The same goes for tests with a marker of :data:`NEEDS` on platforms
+that cannot have what they need; where a platform has it, a missing one is a failure.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import importlib.util
 import signal
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
+from packaging.requirements import Requirement
 
 from kvkeep.gpu.native import load_rows
 
@@ -30,6 +34,26 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+
+
+def is_required(package: str) -> bool:
+    """The extra ``test`` installs a package on this platform."""
+    wanted = map(Requirement, PROJECT["project"]["optional-dependencies"]["test"])
+    return any(
+        one.name == package and (one.marker is None or one.marker.evaluate()) for one in wanted
+    )
+
+
+#: Markers of tests that not every platform can run: whether this one can, and what it lacks.
+NEEDS = {
+    "mooncake": (
+        is_required("mooncake-transfer-engine-non-cuda"),
+        "this platform has no wheel of Mooncake Store",
+    ),
+    "debian": (Path("/etc/debian_version").exists(), "this system is no Debian"),
+}
+
 #: Threads that libraries keep for the life of the process, by the name of their class.
 LIBRARY_THREADS = frozenset({"TMonitor"})
 #: How long a thread may take to end after its owner was closed.
@@ -41,7 +65,18 @@ def pytest_report_header() -> list[str]:
     lines = [] if HAS_VLLM else ["vLLM is not installed: its tests are left out"]
     if load_rows() is None:
         lines.append("the copies are not compiled: their tests are left out, numpy's run")
-    return lines
+    return lines + [
+        f"{lack}: its tests are left out" for can_run, lack in NEEDS.values() if not can_run
+    ]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this platform cannot run."""
+    lacking = {marker for marker, (can_run, _) in NEEDS.items() if not can_run}
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in lacking)]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def _alive(before: set[threading.Thread]) -> list[threading.Thread]:

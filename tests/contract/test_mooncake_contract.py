@@ -11,6 +11,8 @@ from kvkeep.testing.remote import make_remote
 from kvkeep.testing.servers.mooncake import mooncake_pool
 from kvkeep.testing.stores import OPTIONS, ConnectorContract
 
+pytestmark = pytest.mark.mooncake
+
 
 @pytest.fixture(scope="module")
 def server():

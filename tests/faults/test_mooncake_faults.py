@@ -18,6 +18,8 @@ from kvkeep.testing.remote_requests import L1, L3, TOKENS, count
 from kvkeep.testing.servers.mooncake import mooncake_pool
 from kvkeep.testing.servers.proxy import slow_proxy_process
 
+pytestmark = pytest.mark.mooncake
+
 #: For how long servers are frozen; KVKEEP_STALL_SECONDS=20 is the full measure.
 STALL_S = float(os.environ.get("KVKEEP_STALL_SECONDS", "1.5"))
 #: The client's own time limit for an answer of the master, and some more.

@@ -140,6 +140,7 @@ def test_two_processes_over_an_object_store(model_dir, prompts, plain):
         check_in_turn(model_dir, prompts, plain, server.url(), **{"cost.enabled": False})
 
 
+@pytest.mark.mooncake
 def test_two_processes_over_mooncake(model_dir, prompts, plain, monkeypatch):
     """The same over Mooncake Store; then its master is frozen, and requests go on."""
     with mooncake_pool() as pool:

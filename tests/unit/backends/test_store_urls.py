@@ -58,7 +58,13 @@ def test_object_stores_that_are_refused(text, word):
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", [f"s3://bucket?region=x&{KEYS}", "mooncake://localhost:1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"s3://bucket?region=x&{KEYS}",
+        pytest.param("mooncake://localhost:1", marks=pytest.mark.mooncake),
+    ],
+)
 def test_a_time_to_live_that_the_store_does_not_have(text):
     """Fault 46: it is refused, not ignored. (What Mooncake's client needs is not loaded for it.)"""
     if text.startswith("mooncake"):
