@@ -15,6 +15,7 @@ from kvkeep.bench.copies import Memcpy
 from kvkeep.bench.measure import cpu_name, seconds
 from kvkeep.cli.texts import about_rate, about_size
 from kvkeep.doctor.base import Advice, Finding, Level, Patient, Probe
+from kvkeep.gpu.native import LIBRARY, load_rows
 from kvkeep.memory.numa import online_nodes
 
 #: Copied to see how fast memory is: larger than caches of processors.
@@ -45,6 +46,19 @@ def memory_rate(_: Patient) -> Sequence[Finding]:
     rate = _MEMCPY_BYTES / min(seconds(copy) for _ in range(_MEMCPY_TURNS))
     text = f"{about_rate(rate)} with one thread"
     return [Finding("memcpy", text, values={"bytes_per_s": rate})]
+
+
+def copies(_: Patient) -> Sequence[Finding]:
+    """Whether this installation has the compiled copies between the engine and the pool."""
+    if load_rows() is not None:
+        return [Finding("copies", "compiled", values={"compiled": True})]
+    why = "do not load" if LIBRARY.exists() else "were not built when kvkeep was installed"
+    advice = Advice(
+        "Install a C compiler and then kvkeep again: compiled copies are faster.",
+        "pip install --force-reinstall --no-deps --no-cache-dir kvkeep",
+    )
+    text = f"with numpy: the compiled ones {why}"
+    return [Finding("copies", text, Level.NOTE, advice, {"compiled": False})]
 
 
 def numa(_: Patient) -> Sequence[Finding]:
@@ -124,6 +138,7 @@ def _gpu(number: int) -> Finding:
 MACHINE_PROBES = (
     Probe("machine", "processor", processor),
     Probe("machine", "memcpy", memory_rate, deadline_s=20.0),
+    Probe("machine", "copies", copies),
     Probe("machine", "NUMA", numa),
     Probe("machine", "limits", limits),
     Probe("machine", "GPU", gpus, deadline_s=30.0),

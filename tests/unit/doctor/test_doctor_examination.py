@@ -212,3 +212,19 @@ def test_little_locked_memory_matters_where_slots_are_registered(monkeypatch):
     registered = by_topic(machine.limits(patient(cpu__size="1GiB", cpu__allocator="paged")))
     assert registered["memlock"].level is Level.WARNING
     assert "ulimit" in registered["memlock"].advice.line
+
+
+def test_an_installation_without_compiled_copies_is_told(monkeypatch, tmp_path):
+    from kvkeep.doctor import machine
+    from kvkeep.gpu.native import load_rows
+
+    found = by_topic(machine.copies(patient()))["copies"]
+    assert found.values["compiled"] == (load_rows() is not None)
+    monkeypatch.setattr(machine, "load_rows", lambda: None)
+    monkeypatch.setattr(machine, "LIBRARY", tmp_path / "none.so")
+    found = by_topic(machine.copies(patient()))["copies"]
+    assert found.level is Level.NOTE
+    assert "not built" in found.text
+    assert "pip install" in found.advice.line
+    monkeypatch.setattr(machine, "LIBRARY", tmp_path)
+    assert "do not load" in by_topic(machine.copies(patient()))["copies"].text
