@@ -23,7 +23,7 @@ from kvkeep.backends.base import (
     StorageBackendInterface,
 )
 from kvkeep.backends.disk.catalog import Catalog
-from kvkeep.backends.disk.condition import Condition
+from kvkeep.backends.disk.condition import DiskCondition
 from kvkeep.backends.disk.directory import DiskDirectory
 from kvkeep.backends.disk.files import FileIO, cause_of, concerns_medium
 from kvkeep.backends.disk.index import DiskEntry, DiskIndex
@@ -108,7 +108,7 @@ class LocalDiskBackend(StorageBackendInterface):
             reports=self._reports,
             budget_bytes=options.size_bytes,
         )
-        self._condition = Condition(
+        self._condition = DiskCondition(
             self._catalog, self._pool, breakers=breakers, stall_timeout_s=options.stall_timeout_s
         )
         self._reports.watch(self._index, self._pool, breakers)
@@ -284,7 +284,7 @@ class LocalDiskBackend(StorageBackendInterface):
         for key in hidden:
             self._catalog.hide(key)
         task = self._pool.load(lambda: self._catalog.clear(hidden))
-        return self._wait(task, self._options.open_timeout_s, "clear") or 0
+        return self._wait(task, self._options.clear_timeout_s, "clear") or 0
 
     # -- state -------------------------------------------------------------------------------
 

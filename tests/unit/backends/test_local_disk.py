@@ -77,6 +77,24 @@ def test_chunks_are_found_again_after_a_restart(pool, open_disk):
     assert read(disk, KEYS) == [True] * 8
 
 
+def test_a_start_is_not_waited_for_without_end(pool, open_disk):
+    """With very many chunks, or a slow disk, the engine goes on and finds them later."""
+    put(open_disk(), pool, KEYS)
+    io, is_free = FaultyIO(), threading.Event()
+    io.before = lambda operation: is_free.wait(WAIT_S) if operation == "open_read" else None
+    disk = open_disk(io=io, open_timeout_s=0.05)
+    try:
+        assert disk.health().detail == "not_open"
+        assert disk.batched_contains(KEYS) == 0
+        assert disk.batched_get_blocking(KEYS) == [None] * len(KEYS)
+        with References(fill(pool, KEYS[:1])) as held:
+            assert disk.batched_submit_put_task(KEYS[:1], held.objects) == [PutOutcome.DROPPED]
+    finally:
+        is_free.set()
+    wait_until(lambda: disk.health().healthy)
+    assert disk.batched_contains(KEYS) == len(KEYS)
+
+
 def test_closing_writes_what_is_queued(pool, open_disk):
     disk = open_disk()
     with References(fill(pool, KEYS)) as held:

@@ -24,7 +24,9 @@ class DiskOptions:
         load_timeout_s: a load that takes longer is a miss.
         lookup_timeout_s: a lookup answers by then with what was read and verified.
         stall_timeout_s: with one call running for longer, the tier is left out until it ends.
-        open_timeout_s: how long the start waits for the scan; it goes on in the background.
+        open_timeout_s: how long the start waits for the scan; it goes on in the background, and
+            the tier takes part when it ends.
+        clear_timeout_s: how long a clear waits for the removal of files, which goes on likewise.
         close_timeout_s: how long closing waits for queued stores.
     """
 
@@ -36,5 +38,6 @@ class DiskOptions:
     load_timeout_s: float = 10.0
     lookup_timeout_s: float = 0.7
     stall_timeout_s: float = 5.0
-    open_timeout_s: float = 30.0
+    open_timeout_s: float = 5.0
+    clear_timeout_s: float = 30.0
     close_timeout_s: float = 30.0
