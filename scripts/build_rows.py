@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvkeep" / "gpu" / "_rows.c"
@@ -38,14 +39,19 @@ def compiler() -> list[str]:
     raise BuildError(f"there is no C compiler ({' '.join(chosen) or 'cc, gcc or clang'})")
 
 
-def build(library: Path = LIBRARY) -> None:
+def build(library: Path = LIBRARY, *, options: Sequence[str] = ()) -> None:
     """Compile the library; one that is in use stays whole for who uses it.
+
+    Args:
+        library: what to write.
+        options: of the compiler, for tests: ``-DONLY_PLAIN`` as on other architectures than x86-64,
+            ``-DHAS_AVX2=0`` as on older processors.
 
     Raises:
         BuildError: there is no compiler, or it failed.
     """
     made = library.with_name(f"{library.name}.{os.getpid()}")
-    command = [*compiler(), *FLAGS, "-o", str(made), str(SOURCE)]
+    command = [*compiler(), *FLAGS, *options, "-o", str(made), str(SOURCE)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=DEADLINE_S, check=False

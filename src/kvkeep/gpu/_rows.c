@@ -42,7 +42,7 @@ static void rows_plain(char *const *to, const char *const *from, size_t count, s
     }
 }
 
-#if defined(__GNUC__) && defined(__x86_64__)
+#if defined(__GNUC__) && defined(__x86_64__) && !defined(ONLY_PLAIN)
 #include <immintrin.h>
 
 #define LINE 64
@@ -50,6 +50,9 @@ static void rows_plain(char *const *to, const char *const *from, size_t count, s
 #define SHORTEST_QUARTER 8192
 #define SSE2 /* is part of x86-64 */
 #define AVX2 __attribute__((target("avx2")))
+#ifndef HAS_AVX2
+#define HAS_AVX2 __builtin_cpu_supports("avx2")
+#endif
 
 static inline void line_sse2(char *to, const char *from)
 {
@@ -144,7 +147,7 @@ ROWS(avx2, AVX2)
 static void rows_streamed(char *const *to, const char *const *from, size_t count, size_t bytes,
                           int how)
 {
-    if (__builtin_cpu_supports("avx2"))
+    if (HAS_AVX2)
         rows_avx2(to, from, count, bytes, how);
     else
         rows_sse2(to, from, count, bytes, how);
