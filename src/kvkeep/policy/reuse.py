@@ -56,6 +56,8 @@ _MAX_GONE = 1 << 20
 #: A smaller pool is treated as one of this many chunks.
 _MIN_CHUNKS = 64
 
+_PARTS_PER_TURNOVER = PARTS * EPOCHS_PER_TURNOVER
+
 #: Order of eviction: index, and the queue, which is the less the older it is.
 Rank = tuple[float, int]
 
@@ -238,17 +240,16 @@ class ReusePolicy(CachePolicy[V]):
 
     def _after_use(self, state: int) -> int:
         """Note a use of a chunk that is in no queue; returns what is known of it now."""
-        queue = queue_of(state)
-        age = self._epoch - epoch_of(queue)
-        self._model.stop_waiting(class_of(queue), age, used=True)
+        queue, epoch = queue_of(state), self._epoch
+        age = epoch - epoch_of(queue)
         uses, interval = history_after_use(state, age)
-        chunk_class = class_of_used(uses, interval / (PARTS * EPOCHS_PER_TURNOVER))
-        self._model.start_waiting(chunk_class)
-        return used_state(queue_number(self._epoch, chunk_class), uses, interval)
+        chunk_class = class_of_used(uses, interval / _PARTS_PER_TURNOVER)
+        self._model.wait_again(class_of(queue), age, chunk_class)
+        return used_state(queue_number(epoch, chunk_class), uses, interval)
 
     def _forget_oldest(self) -> None:
         queue = queue_of(self._gone.popitem(last=False)[1])
-        self._model.stop_waiting(class_of(queue), self._epoch - epoch_of(queue), used=False)
+        self._model.forget(class_of(queue), self._epoch - epoch_of(queue))
 
     def _add_successor(self, key: ChunkKey) -> None:
         number = self._num_after.get(key, 0) + 1

@@ -20,6 +20,7 @@ _BEFORE = (0, 4)
 _LENGTHS = (4, 16, 32, 64)
 #: Upper bounds of the uses of a chunk that was used again.
 _USES = (2, 4)
+_MOST_USES = _USES[-1] + 1
 #: Lower bounds of the interval between two uses, in turnovers.
 _INTERVALS = (0.05, 0.2, 0.8)
 
@@ -27,6 +28,11 @@ _NUM_NEW = (len(_BEFORE) + 1) * (len(_LENGTHS) + 1)
 _NUM_INTERVALS = len(_INTERVALS) + 1
 
 NUM_CLASSES = 2 * _NUM_NEW + (len(_USES) + 1) * _NUM_INTERVALS
+
+#: First class of the chunks with so many uses; the last one stands for more, too.
+_FIRST_OF_USES = tuple(
+    2 * _NUM_NEW + bisect_left(_USES, uses) * _NUM_INTERVALS for uses in range(_MOST_USES + 1)
+)
 
 #: Group of each class: classes of one group are alike, and learn from each other.
 GROUPS: tuple[int, ...] = (
@@ -62,5 +68,4 @@ def class_of_used(uses: int, interval: float) -> int:
         uses: how often, at least 2.
         interval: between two uses, in turnovers of the pool.
     """
-    number = bisect_left(_USES, uses) * _NUM_INTERVALS
-    return 2 * _NUM_NEW + number + bisect_right(_INTERVALS, interval)
+    return _FIRST_OF_USES[min(uses, _MOST_USES)] + bisect_right(_INTERVALS, interval)

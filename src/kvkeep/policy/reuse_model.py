@@ -86,19 +86,23 @@ class ReuseModel:
         """A chunk was used, or came, in this epoch."""
         self._waiting[self._epoch % NUM_AGES * self._num_classes + chunk_class] += 1
 
-    def stop_waiting(self, chunk_class: int, age: int, *, used: bool) -> None:
-        """A chunk does not wait any more: it was used again, or it was forgotten.
+    def forget(self, chunk_class: int, age: int) -> None:
+        """A chunk does not wait any more: it was forgotten.
 
         Args:
-            chunk_class: the class with which it started.
+            chunk_class: the class with which it started to wait.
             age: epochs since then.
-            used: it was used.
         """
-        if age >= NUM_AGES:
-            return
-        self._waiting[(self._epoch - age) % NUM_AGES * self._num_classes + chunk_class] -= 1
-        if used:
+        if age < NUM_AGES:
+            self._waiting[(self._epoch - age) % NUM_AGES * self._num_classes + chunk_class] -= 1
+
+    def wait_again(self, chunk_class: int, age: int, next_class: int) -> None:
+        """A chunk of ``chunk_class`` was used at ``age``, and waits anew as one of ``next_class``."""
+        waiting, width = self._waiting, self._num_classes
+        if age < NUM_AGES:
+            waiting[(self._epoch - age) % NUM_AGES * width + chunk_class] -= 1
             self._new_uses[chunk_class * NUM_BUCKETS + BUCKET_OF_AGE[age]] += 1
+        waiting[self._epoch % NUM_AGES * width + next_class] += 1
 
     def end_epoch(self) -> None:
         """Everything that waits becomes an epoch older. The first epoch of a wait never counts."""
