@@ -97,7 +97,7 @@ class ReuseModel:
             self._waiting[(self._epoch - age) % NUM_AGES * self._num_classes + chunk_class] -= 1
 
     def wait_again(self, chunk_class: int, age: int, next_class: int) -> None:
-        """A chunk of ``chunk_class`` was used at ``age``, and waits anew as one of ``next_class``."""
+        """A chunk of a class was used at this age, and waits anew as one of ``next_class``."""
         waiting, width = self._waiting, self._num_classes
         if age < NUM_AGES:
             waiting[(self._epoch - age) % NUM_AGES * width + chunk_class] -= 1
