@@ -232,15 +232,15 @@ def test_a_disk_that_hangs(disk, pool, metrics, io, go_on):
     started = time.monotonic()
     lease = Lease("request", time.monotonic() + 60)
     assert disk.batched_contains(KEYS, pin=lease) == 0
-    assert 0.2 < time.monotonic() - started < 5.0
+    assert time.monotonic() - started > 0.2
     assert len(lease) == 0
     assert disk.batched_get_blocking(KEYS) == [None] * 6
     wait_until(lambda: not disk.health().healthy)
-    started = time.monotonic()
+    late = [failures(metrics, operation, "timeout") for operation in ("lookup", "get")]
     assert disk.batched_contains(KEYS, pin=lease) == 0
     assert disk.batched_get_blocking(KEYS) == [None] * 6
-    assert disk.batched_get_non_blocking(KEYS).result(WAIT_S) == [None] * 6
-    assert time.monotonic() - started < 0.2
+    assert disk.batched_get_non_blocking(KEYS).result(0) == [None] * 6
+    assert [failures(metrics, operation, "timeout") for operation in ("lookup", "get")] == late
     with References(fill(pool, make_keys(1, first=50))) as held:
         refused = disk.batched_submit_put_task(make_keys(1, first=50), held.objects)
     assert refused == [PutOutcome.DROPPED]
@@ -283,9 +283,8 @@ def test_closing_with_a_hanging_disk(pool, tmp_path, metrics, io, go_on):
     io.before = lambda operation: None if operation != "write" else _wait(go_on)
     with References(fill(pool, KEYS)) as held:
         disk.batched_submit_put_task(KEYS, held.objects)
-    started = time.monotonic()
     disk.close()
-    assert time.monotonic() - started < 5.0
+    assert not go_on.is_set()
     assert dropped(metrics, "closed") == 5
     go_on.set()
 

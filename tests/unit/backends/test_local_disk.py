@@ -358,10 +358,9 @@ def test_an_io_thread_never_waits_for_memory(tmp_path):
     disk = make_disk(pool, tmp_path)
     put(disk, pool, KEYS)
     pool.clear()
+    pool._alloc_timeout_s = 10 * WAIT_S  # whoever waits for memory comes too late
     with References(fill(pool, make_keys(8, first=50))):
-        started = time.monotonic()
         assert disk.batched_get_non_blocking(KEYS).result(WAIT_S) == [None] * 8
-        assert time.monotonic() - started < 1.0
     disk.close()
     pool.close()
 
