@@ -54,8 +54,8 @@ def copies(_: Patient) -> Sequence[Finding]:
         return [Finding("copies", "compiled", values={"compiled": True})]
     why = "do not load" if LIBRARY.exists() else "were not built when kvkeep was installed"
     advice = Advice(
-        "Install a C compiler and then kvkeep again: compiled copies are faster.",
-        "pip install --force-reinstall --no-deps --no-cache-dir kvkeep",
+        "Install a C compiler, then kvkeep again from its clone: compiled copies are faster.",
+        "pip install --force-reinstall --no-deps .",
     )
     text = f"with numpy: the compiled ones {why}"
     return [Finding("copies", text, Level.NOTE, advice, {"compiled": False})]
