@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import DynamicCache
 
+from kvkeep.config import load_settings
 from kvkeep.connectors.hf import attach
 from kvkeep.errors import LayoutError
 
@@ -41,6 +42,36 @@ def test_fault_9_attention_that_is_not_causal_is_refused(tiny) -> None:
     """Fault 9: the KV of a prefix would differ with what follows it."""
     with pytest.raises(LayoutError, match="not causal"):
         attach(tiny(is_causal=False))
+
+
+def test_a_model_that_counts_padding_as_positions_takes_no_padded_batch(prompt, left_pad) -> None:
+    """Its KV behind padding is not that of the prompt alone."""
+    config = transformers.TrOCRConfig(
+        vocab_size=128,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=32,
+        eos_token_id=None,
+        pad_token_id=0,
+        init_std=0.3,
+    )
+    model = transformers.TrOCRForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    ids, mask = left_pad([prompt(40), prompt(20)])
+    with attach(model, load_settings(extra={"chunk_size": 16, "cpu.size": "16MiB"})) as kept:
+        with pytest.raises(ValueError, match="padded"):
+            kept.generate(ids, attention_mask=mask, max_new_tokens=4)
+        for _ in range(2):
+            plain = model.generate(prompt(40), do_sample=False, max_new_tokens=4)
+            assert torch.equal(kept.generate(prompt(40), do_sample=False, max_new_tokens=4), plain)
+        assert kept.last_call.num_found == 32
+
+
+def test_a_model_that_keeps_no_cache_is_refused() -> None:
+    config = transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
+    with pytest.raises(LayoutError, match="NoneType"):
+        attach(transformers.OpenAIGPTLMHeadModel(config).eval())
 
 
 def test_a_model_in_training_mode_is_attached_and_stays_in_it(tiny) -> None:

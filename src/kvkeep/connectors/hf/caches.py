@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvkeep.connectors.hf.probe import Probe
 from kvkeep.connectors.hf.rows import PromptRow
 from kvkeep.errors import LayoutError
 from kvkeep.layout import DTYPE_SIZES, GroupLayout, KVLayout, MemoryFormat
@@ -35,6 +36,7 @@ class ModelCaches:
         devices: device of each layer's cache.
         takes_positions: the model's forward accepts ``position_ids``.
         takes_logits_to_keep: ... and ``logits_to_keep``.
+        takes_padding: the KV of a prompt is the same behind padding.
     """
 
     layout: KVLayout
@@ -42,6 +44,7 @@ class ModelCaches:
     devices: tuple[torch.device, ...]
     takes_positions: bool
     takes_logits_to_keep: bool
+    takes_padding: bool
 
     def allocate(self, num_tokens: int) -> list[LayerPair]:
         """Uninitialised K and V for ``num_tokens`` tokens, one pair per layer, token-major."""
@@ -58,11 +61,11 @@ class ModelCaches:
 def declare_caches(model: Any) -> ModelCaches:
     """Declare the layout that a model's config promises, and check that the model keeps to it.
 
-    Runs one forward pass over a few tokens.
+    Runs a few forward passes over a few tokens.
 
     Raises:
         LayoutError: the model keeps another kind of cache than plain attention KV that grows by one
-            entry per token; the message names it.
+            entry per token, or KV that depends on later tokens; the message names it.
     """
     if model.config.is_encoder_decoder:
         name = type(model).__name__
@@ -72,13 +75,19 @@ def declare_caches(model: Any) -> ModelCaches:
     _check_layers(new_cache(model), f"the config of {type(model).__name__}", config)
     layout = _declared_layout(model, config)
     signature = inspect.signature(model.forward).parameters
-    devices = _probe(model, layout)
+    takes_positions = "position_ids" in signature
+    probe = Probe(model, layout, takes_positions=takes_positions)
+    cache = probe.run_all()
+    _check_layers(cache, type(model).__name__, config)
+    probe.check_shapes(cache)
+    probe.check_causal(cache)
     return ModelCaches(
         layout=layout,
         dtype=getattr(torch, layout.dtype),
-        devices=devices,
-        takes_positions="position_ids" in signature,
+        devices=tuple(layer.keys.device for layer in cache.layers),
+        takes_positions=takes_positions,
         takes_logits_to_keep="logits_to_keep" in signature,
+        takes_padding=probe.takes_padding(cache),
     )
 
 
@@ -200,57 +209,3 @@ def _declared_layout(model: Any, config: Any) -> KVLayout:
         head_size=head_size,
         engine=f"transformers {transformers.__version__} DynamicCache",
     )
-
-
-def _probe(model: Any, layout: KVLayout) -> tuple[torch.device, ...]:
-    """Run a few tokens and compare the cache that comes out with ``layout``.
-
-    Run them again with another last token: the KV of the tokens before it must not depend on it.
-
-    Returns:
-        The device of each layer's cache.
-    """
-    # A token count that differs from all other sizes, so that no two axes can be mistaken.
-    count = next(n for n in range(2, 6) if n not in (layout.num_kv_heads, layout.head_size))
-    token = 0 if getattr(model.config, "pad_token_id", None) == 1 else 1
-    ids = torch.full((1, count), token, device=model.device)
-    cache = _run(model, ids)
-    name = type(model).__name__
-    _check_layers(cache, name, model.config.get_text_config(decoder=True))
-    expected = (1, layout.num_kv_heads, count, layout.head_size)
-    for number, layer in enumerate(cache.layers):
-        for tensor in (layer.keys, layer.values):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if tuple(tensor.shape) != expected or dtype != layout.dtype:
-                raise LayoutError(
-                    f"layer {number} of {name} keeps {dtype} {tuple(tensor.shape)}, but its config "
-                    f"promises {layout.dtype} {expected}"
-                )
-    ids[0, -1] = token + 2
-    for before, after in zip(cache.layers, _run(model, ids).layers, strict=True):
-        for one, other in ((before.keys, after.keys), (before.values, after.values)):
-            _check_same(one[:, :, :-1], other[:, :, :-1], name)
-    return tuple(layer.keys.device for layer in cache.layers)
-
-
-def _run(model: Any, ids: torch.Tensor) -> Any:
-    """The cache after a forward pass over ``ids``, without dropout whatever the model's mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=True).past_key_values
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _check_same(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
-    """Two runs gave the same KV, but for rounding."""
-    left, right = one.float(), other.float()
-    tolerance = max(1e-3, 4 * torch.finfo(one.dtype).eps)
-    if bool((left - right).norm() > tolerance * left.norm()):
-        raise LayoutError(
-            f"the KV of a token depends on later tokens in {name}: its attention is not causal, so "
-            "its KV does not belong to a prefix"
-        )

@@ -162,6 +162,11 @@ class KVKeepModel:
             raise RuntimeError("under autocast KV has another dtype than the model; leave it first")
         call = check_call(self.model, inputs, {"generation_config": generation_config, **options})
         rows = split_rows(call.input_ids, call.attention_mask)
+        if not self._caches.takes_padding and any(row.padding for row in rows):
+            raise ValueError(
+                f"the batch is padded, and {type(self.model).__name__} counts padding as "
+                "positions, so that KV would depend on it; pass prompts of one length"
+            )
         scope = self._weights.scope()
         clock = _Clock()
         with torch.no_grad():
