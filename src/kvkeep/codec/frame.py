@@ -34,6 +34,7 @@ import math
 import struct
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 
 import xxhash
 
@@ -211,12 +212,18 @@ def parse_header(data: Buffer) -> FrameHeader | FrameFault:
         or reserved != _RESERVED
     ):
         return FrameFault.FIELDS
-    meta = ChunkMeta(_FORMATS[fmt - 1], _DTYPES[dtype - 1], tuple(shape))
+    meta = _meta(fmt, dtype, shape)
     least, most = (1, size_bytes - 1) if codec != CODEC_RAW else (size_bytes, size_bytes)
     is_bounded = 1 <= meta.size_bytes == size_bytes <= MAX_CHUNK_BYTES
     if not is_bounded or not least <= payload_bytes <= most:
         return FrameFault.FIELDS
     return FrameHeader(ChunkKey(key), identity, meta, payload_bytes, payload_checksum, codec)
+
+
+@lru_cache(maxsize=256)
+def _meta(fmt: int, dtype: int, shape: tuple[int, ...]) -> ChunkMeta:
+    """What a chunk is, by the codes of a header: one object for the many chunks that are alike."""
+    return ChunkMeta(_FORMATS[fmt - 1], _DTYPES[dtype - 1], shape)
 
 
 def checksum(payload: Buffer) -> bytes:

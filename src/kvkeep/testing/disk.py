@@ -110,7 +110,7 @@ class FaultyIO(FileIO):
     def _cut(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
         return buffers if self._piece is None else [buffers[0][: self._piece]]
 
-    def open_read(self, path: Path) -> int:
+    def open_read(self, path: Path | str) -> int:
         """Open, or fail."""
         self._note("open_read")
         return super().open_read(path)

@@ -245,8 +245,8 @@ def test_a_slow_disk_shortens_the_prefix(smollm2, prompts, plain, disk, monkeypa
     really_open = FileIO.open_read
     slow: set[Path] = set()
 
-    def open_read(self: FileIO, path: Path) -> int:
-        if path in slow:
+    def open_read(self: FileIO, path: Path | str) -> int:
+        if Path(path) in slow:
             assert goes_on.wait(60)
         return really_open(self, path)
 

@@ -75,7 +75,7 @@ def _slow_down(manager, tokens: list[int], number: int, seconds: float) -> None:
     name, really_open = keys[number].hex(), FileIO.open_read
 
     def open_read(self, path):
-        if path.name.startswith(name):
+        if os.path.basename(path).startswith(name):
             threading.Event().wait(seconds)
         return really_open(self, path)
 

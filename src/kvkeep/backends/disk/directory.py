@@ -101,7 +101,11 @@ class DiskDirectory:
 
     def chunk_path(self, key: ChunkKey) -> Path:
         """Where a chunk is, if it is there."""
-        return Path(f"{self._chunks}/{chunk_file(key)}")
+        return Path(self.chunk_location(key))
+
+    def chunk_location(self, key: ChunkKey) -> str:
+        """:meth:`chunk_path` as text."""
+        return f"{self._chunks}/{chunk_file(key)}"
 
     def used_bytes(self) -> int:
         """Bytes in use and reserved, over all members."""

@@ -21,7 +21,7 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLL
 class FileIO:
     """One method per system call; stateless, callable from any thread."""
 
-    def open_read(self, path: Path) -> int:
+    def open_read(self, path: Path | str) -> int:
         """A descriptor for reading. Never waits for a writer, should it be a pipe."""
         return os.open(path, _READ_FLAGS)
 

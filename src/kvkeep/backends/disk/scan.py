@@ -70,7 +70,7 @@ def open_chunk(
 ) -> int | Literal[FrameFault.NOT_A_FILE] | None:
     """A descriptor of the chunk's file; None if there is none."""
     try:
-        return io.open_read(directory.chunk_path(key))
+        return io.open_read(directory.chunk_location(key))
     except FileNotFoundError:
         return None
     except OSError as error:
