@@ -197,6 +197,16 @@ def decode_request(data: bytes) -> Request:
     return _decode(_request_decoder, data)
 
 
+def number_of(data: bytes) -> int:
+    """The number of a question the rest of which cannot be read; 0 if it has none."""
+    try:
+        fields = msgspec.msgpack.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return 0
+    number = fields[1] if isinstance(fields, list) and len(fields) > 1 else 0
+    return number if type(number) is int and 0 < number < 1 << 63 else 0
+
+
 def decode_reply(data: bytes) -> Reply:
     """An answer from its bytes.
 

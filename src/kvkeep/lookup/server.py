@@ -47,6 +47,7 @@ from kvkeep.lookup.messages import (
     Unpin,
     decode_request,
     encode,
+    number_of,
 )
 from kvkeep.lookup.paths import make_private, remove_stale_sockets
 from kvkeep.lookup.target import LookupTarget
@@ -169,6 +170,7 @@ class LookupServer:
             return self._dispatch(client, request)
         except Exception as error:  # noqa: BLE001  the top of this task
             self._fail("lookup", error)
+            seq = seq or number_of(data)  # whoever asks need not wait for an answer
             return ErrorReply(seq, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
     def _dispatch(self, client: bytes, request: Request) -> Reply | None:

@@ -30,6 +30,7 @@ from kvkeep.lookup.messages import (
     decode_reply,
     decode_request,
     encode,
+    number_of,
 )
 from kvkeep.tokens import RequestScope
 
@@ -114,9 +115,30 @@ def test_malformed_is_an_error(data):
         decode_request(data)
 
 
+@pytest.mark.parametrize(
+    ("data", "number"),
+    [
+        (msgspec.msgpack.encode(["lookup", 7, "", b""]), 7),
+        (msgspec.msgpack.encode(["nonsense", 7]), 7),
+        (msgspec.msgpack.encode(["lookup", -7]), 0),
+        (msgspec.msgpack.encode(["lookup", True]), 0),
+        (msgspec.msgpack.encode(["lookup", 1 << 63]), 0),
+        (msgspec.msgpack.encode(["lookup"]), 0),
+        (msgspec.msgpack.encode({"lookup": 7}), 0),
+        (b"\x91" * 100_000, 0),
+        (b"\x92\xa1\xff\x07", 0),
+        (b"", 0),
+    ],
+    ids=range(10),
+)
+def test_the_number_of_a_question_that_is_malformed(data, number):
+    assert number_of(data) == number
+
+
 @given(st.binary(max_size=300))
 def test_fuzz_any_bytes(data):
     """Spec 13.1: bytes from outside either are a message or are refused, in one way."""
+    assert number_of(data) >= 0
     for decode in (decode_request, decode_reply):
         try:
             message = decode(data)

@@ -23,6 +23,19 @@ def test_lookup_finds_pins_and_unpins(start):
     assert service.client.check()[0].open_leases == 0  # handled in order
 
 
+def test_fault_28_a_question_that_no_worker_can_read_is_answered_at_once(start):
+    """Fault 28: nobody waits for a deadline, and the worker is not taken for a dead one."""
+    service = start(8, 8, timeout_s=600.0)
+    salted = RequestScope("s" * 5000)
+    assert service.client.lookup("r#0", [1, 2, 3, 4], scope=salted) == 0
+    service.client.start("r#1", [1, 2, 3, 4], scope=salted)
+    service.client.wait(600.0)
+    while service.client.poll("r#1") is None:
+        service.client.wait(600.0)
+    assert service.client.lookup("r#2", list(range(12))) == 8
+    assert "timeout" not in service.client.failures
+
+
 def test_without_pin_nothing_is_leased(start):
     service = start(8)
     assert service.client.lookup("r#0", list(range(12)), pin=False) == 8

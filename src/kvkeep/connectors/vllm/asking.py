@@ -33,6 +33,8 @@ from kvkeep.tokens import RequestScope
 GRACE_S = 0.003
 #: How long an engine that has nothing else to do waits for a worker's word instead of going round.
 IDLE_WAIT_S = 0.004
+#: Characters of a request's id in the names of its questions; clients choose ids of any length.
+_MAX_ID = 200
 #: Requests without a seat that are asked about before their turn.
 MAX_EARLY = 8
 #: Steps in a row without any token after which an engine has nothing else to do; one more than can
@@ -187,7 +189,7 @@ class Asking:
 
     def _ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> _Question:
         """Ask anew; the question is answered already if the answer comes at once."""
-        lookup_id = f"{req_id}#{next(self._ids)}"
+        lookup_id = self._new_id(req_id)
         tokens = tracked.token_bytes(num_asked)
         scope = tracked.scope
         if scope is None:
@@ -208,6 +210,11 @@ class Asking:
             question.outcome = self._client.poll(lookup_id)
         return question
 
+    def _new_id(self, req_id: str) -> str:
+        """A name that no other question has; of a long request id, its start."""
+        start = req_id[:_MAX_ID].encode("ascii", "replace").decode()
+        return f"{start}#{next(self._ids)}"
+
     def _count(self, question: _Question, tracked: TrackedRequest) -> None:
         """An answer that is relied upon is part of the hit rate, once per request."""
         if not tracked.was_asked and question.outcome is not None:
@@ -222,7 +229,7 @@ class Asking:
             tracked, num_asked = self._queued.pop(req_id)
             if tracked.scope is None:
                 continue
-            lookup_id = f"{req_id}#{next(self._ids)}"
+            lookup_id = self._new_id(req_id)
             tokens = tracked.token_bytes(num_asked)
             session_tokens = tokens if tracked.request.resumable else b""
             self._questions[req_id] = _Question(

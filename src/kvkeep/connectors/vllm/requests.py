@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
 
+#: Bytes of what clients choose, beyond which its hash takes its place, and tags of a request.
+MAX_TEXT, MAX_TAGS = 1000, 100
 #: What vLLM's hashes of inputs look like: blake3, SHA-256 or SHA-512 in hex.
 _CONTENT_HASH = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
 
@@ -186,7 +188,7 @@ def scope_of(
 
     Returns:
         None if its KV depends on something that has no name: prompt embeddings, a pooling task,
-        an adapter without a lasting name, an image without a hash.
+        an adapter without a lasting name, an image without a hash; or if it has too many tags.
     """
     if request.prompt_embeds is not None or request.pooling_params is not None:
         return None
@@ -205,14 +207,27 @@ def scope_of(
         content = f"{feature.modality}\0{feature.identifier}\0{feature.mm_hash or ''}"
         extras.append(Extra(feature.mm_position.offset, content))
     scope = make_scope(
-        salt=request.cache_salt or "",
-        lora=lora,
+        salt=_bounded(request.cache_salt or ""),
+        lora=_bounded(lora),
         request_configs=request.kv_transfer_params,
-        extras=sorted(extras),
+        extras=sorted(Extra(place, _bounded(content)) for place, content in extras),
+    )
+    if len(scope.tags) > MAX_TAGS:
+        return None
+    scope = replace(
+        scope, tags=tuple((_bounded(name), _bounded(text)) for name, text in scope.tags)
     )
     if extras and not inputs_are_hashed:
         return replace(scope, tags=tuple(sorted((*scope.tags, _own_tag(os.getpid())))))
     return scope
+
+
+def _bounded(text: str) -> str:
+    """A text that clients choose: as it is, or its hash where it is long or no Unicode text."""
+    content = text.encode("utf-8", "surrogatepass")
+    if len(content) <= MAX_TEXT and content == text.encode("utf-8", "replace"):
+        return text
+    return f"hash\0{len(content)}\0{hashlib.sha256(content).hexdigest()}"
 
 
 @functools.lru_cache(1)

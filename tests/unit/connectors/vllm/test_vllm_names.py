@@ -108,3 +108,56 @@ def test_images_with_a_hash_are_the_same_in_every_process(name, mm_hash):
     requests._own_tag.cache_clear()
     assert scope_of(with_image(name, mm_hash), LoraNames()) == before
     assert before.tags == ()
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"salt": LONG},
+        {"salt": "\ud800"},
+        {"tags": {"kvkeep.tag.a": LONG}},
+        {"tags": {f"kvkeep.tag.{number}": "" for number in range(1000)}},
+        {"mm_features": [MultiModalFeatureSpec(None, "image", LONG, PlaceholderRange(4, 4), LONG)]},
+    ],
+    ids=["salt", "surrogate", "tag", "tags", "image"],
+)
+def test_what_clients_choose_may_be_long(more, toy_engine):
+    """The scheduler waits for no answer to a question that no worker can read."""
+    engine = toy_engine()
+    params = SamplingParams(max_tokens=1)
+    params.extra_args = {"kv_transfer_params": more.pop("tags", None)}
+    salt = more.pop("salt", None)
+    request = Request("r", list(PROMPT), params, None, cache_salt=salt, **more)
+    side = engine.connector._scheduler
+    for _ in range(2):
+        assert side.match(request, 0) == 0
+    engine.generate("a", PROMPT)
+    engine.generate("b", PROMPT)
+    assert engine.loaded_tokens == 39
+    assert engine.client.failures == {}
+    side.finished(request)
+    engine.finish()
+
+
+def test_texts_that_differ_late_stay_apart():
+    texts = [LONG, LONG + "y", "\ud800", "\ud801", "?"]
+    scopes = {
+        scope_of(
+            Request("r", PROMPT, SamplingParams(max_tokens=1), None, cache_salt=text), LoraNames()
+        )
+        for text in texts
+    }
+    assert len(scopes) == len(texts)
+
+
+@pytest.mark.parametrize("req_id", ["r" * 5000, "\u00fc\ud800"], ids=["long", "surrogate"])
+def test_the_id_of_a_request_may_be_anything(req_id, toy_engine):
+    engine = toy_engine()
+    engine.generate("a", PROMPT)
+    assert engine.generate(req_id, PROMPT) == engine.true_outputs(req_id)
+    assert engine.loaded_tokens == 39
+    assert engine.client.failures == {}
+    engine.finish()

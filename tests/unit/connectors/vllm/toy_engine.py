@@ -346,7 +346,7 @@ class ToyEngine:
             for index in range(spec.start // BLOCK, -(-spec.end // BLOCK)):
                 if spec.block_ids[index] in invalid:
                     continue
-                truth = self.truths[spec.lookup_id.rsplit("#", 1)[0]]
+                truth = self.truths[spec.req_id]
                 end = min((index + 1) * BLOCK, spec.end)
                 self.loaded_tokens += end - index * BLOCK
                 rows = self._rows(spec.block_ids, index * BLOCK, end)
