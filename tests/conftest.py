@@ -93,6 +93,19 @@ def no_thread_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     deadline = time.monotonic() + END_TIMEOUT_S
-    for thread in _alive(before):
-        thread.join(max(0.0, deadline - time.monotonic()))
-    assert not _alive(before), "threads left running"
+    started = _alive(before)  # a server that several tests share may start more of them meanwhile
+    for thread in started:
+        _join(thread, deadline)
+    left = [thread for thread in started if thread.is_alive() or thread.ident is None]
+    assert not left, "threads left running"
+
+
+def _join(thread: threading.Thread, deadline: float) -> None:
+    """Wait for a thread's end, also if it is only just being started."""
+    pause = threading.Event()
+    while time.monotonic() < deadline:
+        try:
+            thread.join(deadline - time.monotonic())
+            return
+        except RuntimeError:  # it has not begun
+            pause.wait(0.01)

@@ -30,24 +30,14 @@ from kvkeep.observing import observe
 from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
 from kvkeep.testing.paged_engine import PagedEngine
+from kvkeep.testing.servers import process
 
 SECRET = "a-secret-of-length"
 
 
 def free_port(count: int = 1) -> int:
     """The first of ``count`` ports in a row that are free now."""
-    for _ in range(50):
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-        try:
-            for number in range(count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port + number))
-            return port
-        except (OSError, OverflowError):
-            continue
-    raise AssertionError("no free ports")
+    return process.free_port(also_above=count - 1)
 
 
 def scrape(port: int) -> str:

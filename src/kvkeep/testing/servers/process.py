@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -25,6 +26,8 @@ from typing import Self
 #: How long a server may take until it answers, and until it has ended.
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
+#: Ports for servers: below those that systems give to clients.
+_PORTS = range(10_000, 22_000)
 #: How often the start is looked at.
 LOOK_S = 0.02
 #: As much of a log as an error shows.
@@ -77,20 +80,25 @@ def _given(variable: str) -> list[str]:
 
 
 def free_port(*, also_above: int = 0) -> int:
-    """A port of the loopback interface that nobody listens on.
+    """A port of the loopback interface that nobody has, outside of those that clients are given.
 
+    Between this call and the server's start no connection of anybody can take it by chance.
     ``also_above`` asks that the port that many above it is free too, as a Redis cluster needs.
     """
     while True:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port: int = sock.getsockname()[1]
-        if not also_above:
+        port = secrets.choice(_PORTS)
+        if _is_free(port) and (not also_above or _is_free(port + also_above)):
             return port
-        if port + also_above < 65536:
-            with socket.socket() as sock:
-                if sock.connect_ex(("127.0.0.1", port + also_above)) != 0:
-                    return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def accepts(port: int) -> bool:
