@@ -70,9 +70,14 @@ class MemoryObj:
 
     It starts with one reference, which belongs to whoever allocated it. There are as many as chunks
     in a pool, so it holds no view of its bytes: each use makes one.
+
+    Attributes:
+        metadata: what it holds.
+        offset: of its first byte, in its allocator's arena.
+        owner: the allocator.
     """
 
-    __slots__ = ("_allocator", "_is_over", "_memory", "_pins", "_refs", "metadata", "offset")
+    __slots__ = ("_is_over", "_memory", "_pins", "_refs", "metadata", "offset", "owner")
 
     def __init__(
         self,
@@ -89,11 +94,11 @@ class MemoryObj:
             memory: all bytes that the offset counts in, one-dimensional.
             metadata: what the object holds.
         """
-        self._allocator = allocator
+        self.owner = allocator
         self._memory: npt.NDArray[np.uint8] | None = memory  # None: it was given back
-        self._refs = 1  # guarded by _allocator.count_lock
-        self._pins = 0  # guarded by _allocator.count_lock
-        self._is_over = False  # it went back to the allocator; guarded by _allocator.count_lock
+        self._refs = 1  # guarded by owner.count_lock
+        self._pins = 0  # guarded by owner.count_lock
+        self._is_over = False  # it went back to the allocator; guarded by owner.count_lock
         self.metadata = metadata
         self.offset = offset
 
@@ -106,7 +111,7 @@ class MemoryObj:
         """
         memory = self._memory
         if memory is None:
-            raise OwnershipError(f"memory at offset {self.offset} was used after it was given back")
+            raise self._given_back()
         return memory[self.offset : self.offset + self.metadata.size_bytes]
 
     @property
@@ -130,7 +135,7 @@ class MemoryObj:
     @property
     def count_lock(self) -> threading.RLock:
         """The lock of the allocator's counts; held for the methods whose names end in _locked."""
-        return self._allocator.count_lock
+        return self.owner.count_lock
 
     @property
     def size_bytes(self) -> int:
@@ -163,7 +168,7 @@ class MemoryObj:
         Raises:
             OwnershipError: the memory was given back.
         """
-        with self._allocator.count_lock:
+        with self.owner.count_lock:
             self.ref_up_locked()
 
     def ref_count_down(self) -> None:
@@ -172,7 +177,7 @@ class MemoryObj:
         Raises:
             OwnershipError: no reference is held.
         """
-        with self._allocator.count_lock:
+        with self.owner.count_lock:
             self.ref_down_locked()
 
     def pin(self) -> None:
@@ -181,7 +186,7 @@ class MemoryObj:
         Raises:
             OwnershipError: the memory was given back.
         """
-        with self._allocator.count_lock:
+        with self.owner.count_lock:
             self.pin_locked()
 
     def unpin(self) -> None:
@@ -190,7 +195,7 @@ class MemoryObj:
         Raises:
             OwnershipError: no pin is held.
         """
-        with self._allocator.count_lock:
+        with self.owner.count_lock:
             self.unpin_locked()
 
     def invalidate_locked(self) -> None:
@@ -199,7 +204,8 @@ class MemoryObj:
 
     def ref_up_locked(self) -> None:
         """Like :meth:`ref_count_up`, with the allocator's ``count_lock`` held."""
-        self._check_alive()
+        if self._memory is None:
+            raise self._given_back()
         self._refs += 1
 
     def ref_down_locked(self) -> None:
@@ -211,7 +217,8 @@ class MemoryObj:
 
     def pin_locked(self) -> None:
         """Like :meth:`pin`, with ``count_lock`` held."""
-        self._check_alive()
+        if self._memory is None:
+            raise self._given_back()
         self._pins += 1
 
     def unpin_locked(self) -> None:
@@ -223,15 +230,14 @@ class MemoryObj:
 
     def _note_release_locked(self) -> None:
         if self._refs or self._pins or self._is_over:
-            self._allocator.note_release_locked(None)
+            self.owner.note_release_locked(None)
         else:
             self._is_over = True
             self._memory = None
-            self._allocator.note_release_locked(self)
+            self.owner.note_release_locked(self)
 
-    def _check_alive(self) -> None:
-        if self._memory is None:
-            raise OwnershipError(f"memory at offset {self.offset} was used after it was given back")
+    def _given_back(self) -> OwnershipError:
+        return OwnershipError(f"memory at offset {self.offset} was used after it was given back")
 
     def __repr__(self) -> str:
         meta = self.metadata

@@ -49,12 +49,12 @@ def batched_unpin(objects: Sequence[MemoryObj]) -> None:
 
 
 def _runs(objects: Sequence[MemoryObj]) -> Iterator[tuple[threading.RLock, Sequence[MemoryObj]]]:
-    """The objects in order, in runs that share a lock. Nearly always that is one run."""
-    locks = [obj.count_lock for obj in objects]
+    """The objects in order, in runs of one owner, with its lock. Nearly always that is one run."""
+    owners = [obj.owner for obj in objects]
     start = 0
-    for index in range(1, len(locks) + 1):
-        if index == len(locks) or locks[index] is not locks[start]:
-            yield locks[start], objects[start:index]
+    for index in range(1, len(owners) + 1):
+        if index == len(owners) or owners[index] is not owners[start]:
+            yield owners[start].count_lock, objects[start:index]
             start = index
 
 
