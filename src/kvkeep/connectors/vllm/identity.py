@@ -71,13 +71,17 @@ def worker_identity(
 def weights_revision(vllm_config: VllmConfig) -> str:
     """The hub's commit of the weights, or a fingerprint of a local model's files.
 
+    Dummy weights are this engine's alone.
+
     Raises:
         IdentityError: neither can be had.
     """
     model = vllm_config.model_config
     load_format = load_format_of(vllm_config)
-    if load_format == "dummy":
-        return f"dummy:{model.seed}"
+    if load_format == "dummy":  # others come later, from whoever trains them, say
+        transfer = vllm_config.kv_transfer_config
+        engine = transfer.engine_id if transfer is not None else ""
+        return f"dummy:{model.seed}:{vllm_config.instance_id}:{engine}"
     path = Path(model.model)
     is_read_from_files = load_format in FILE_LOAD_FORMATS and not model.model_weights
     if is_read_from_files and path.exists():

@@ -116,9 +116,12 @@ def test_a_hub_model_is_named_by_its_commit(engine_config):
     assert identity.weights_revision(config) == "commit:abc123"
 
 
-def test_dummy_weights_are_named_by_their_seed(engine_config):
-    one = identity.weights_revision(engine_config(load_format="dummy", seed=1))
-    assert one != identity.weights_revision(engine_config(load_format="dummy", seed=2))
+def test_fault_9_dummy_weights_belong_to_one_engine(engine_config):
+    """Fault 9: a trainer replaces them, so those of the next start are others."""
+    config = engine_config(load_format="dummy")
+    assert identity.weights_revision(config) == identity.weights_revision(config)
+    again = engine_config(load_format="dummy")
+    assert identity.weights_revision(config) != identity.weights_revision(again)
 
 
 def test_large_folders_are_sampled(tmp_path, monkeypatch):
