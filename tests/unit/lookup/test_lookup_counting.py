@@ -66,7 +66,7 @@ def test_a_lookup_that_timed_out_is_asked_for_and_not_found(start):
     while not service.client.lookup("r#2", list(range(8))):
         assert time.monotonic() < deadline
     values = lookups_of(counted(service))
-    assert values[failed_by("timeout")] == 16
+    assert values[failed_by("timeout")] >= 16
     assert values[failed_by("down")] >= 12
     assert values[found_by("unknown")] == 8, "the late answer counts as the miss that it was"
     assert values[ASKED] == 8 + values[failed_by("timeout")] + values[failed_by("down")]

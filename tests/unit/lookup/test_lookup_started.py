@@ -128,7 +128,7 @@ def test_given_up_at_any_time(start):
 
 def test_fault_20_a_late_answers_pins_end(start):
     """Fault 20: after its deadline a lookup is a miss, and what it found is given back."""
-    service = start(8, timeout_s=0.2, prefetch_timeout_s=0.1)
+    service = start(8, timeout_s=1.5, prefetch_timeout_s=0.1)
     start_later(service)
     assert poll_until(service.client, "r#0") == 0
     assert service.client.failures == {"timeout": 1}
