@@ -208,7 +208,8 @@ class LookupClient:
             locations: names of the tiers; all if empty.
 
         Raises:
-            LookupServiceError: one did not answer in time, or has no tier of that name.
+            LookupServiceError: one did not answer in time, and goes on with it, or has no tier of
+                that name.
         """
         replies = self._ask_strictly(Clear(self._next_seq(), tuple(locations)), ClearReply)
         return sum(reply.num_chunks for reply in replies)
@@ -266,7 +267,8 @@ class LookupClient:
         for rank, answer in enumerate(replies):
             if answer is None:
                 workers.failures["timeout"] += 1
-                workers.mark_down(rank, self._timeout_s)
+                if not isinstance(question, Clear):  # takes as long as the slowest tier does
+                    workers.mark_down(rank, self._timeout_s)
             elif isinstance(answer, ErrorReply):
                 workers.failures["error"] += 1
                 logger.warning("lookup on rank %d failed: %s", rank, answer.message)

@@ -1,11 +1,12 @@
 """LookupServer: answers, inside a worker, what the scheduler asks about this worker's cache.
 
-One thread, one ROUTER socket over a Unix socket. Messages of one client are handled in their
-order, so an unpin that was sent after a lookup ends that lookup's lease however late it is
-answered. The thread never waits for a slow tier where the client asks with ``start``: it says "not
-yet" and sends the answer when it is there. Nothing that arrives can end the thread: a malformed
-message, an exception of the engine and a client that died are answered, counted and forgotten. A
-client that dies takes nothing with it but its leases, which end at their deadline.
+One thread, one ROUTER socket over a Unix socket. Messages of one client are handled in their order,
+so an unpin that was sent after a lookup ends that lookup's lease however late it is answered. The
+thread never waits for a slow tier where the client asks with ``start``: it says "not yet" and sends
+the answer when it is there; nor where it is to clear (``clears.py``). Nothing that arrives can end
+the thread: a malformed message, an exception of the engine and a client that died are answered,
+counted and forgotten. A client that dies takes nothing with it but its leases, which end at their
+deadline.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import zmq
 from kvkeep.errors import KVKeepError, LookupServiceError
 from kvkeep.identity import CacheIdentity
 from kvkeep.keys import TOKEN_BYTES
+from kvkeep.lookup.clears import Clears
 from kvkeep.lookup.late import LateAnswers
 from kvkeep.lookup.messages import (
     MAX_ERROR_CHARS,
@@ -91,6 +93,7 @@ class LookupServer:
         self._stop_send = self._context.socket(zmq.PAIR)
         self._stop_recv = self._context.socket(zmq.PAIR)
         self._late = LateAnswers()
+        self._clears = Clears()
         self._closed = False
         for option, value in (
             (zmq.LINGER, 0),
@@ -120,6 +123,7 @@ class LookupServer:
             return
         self._closed = True
         self._stop_send.send(b"")
+        self._clears.close(CLOSE_TIMEOUT_S)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning("the lookup thread did not end within %g s", CLOSE_TIMEOUT_S)
@@ -169,9 +173,8 @@ class LookupServer:
             seq = request.seq
             return self._dispatch(client, request)
         except Exception as error:  # noqa: BLE001  the top of this task
-            self._fail("lookup", error)
-            seq = seq or number_of(data)  # whoever asks need not wait for an answer
-            return ErrorReply(seq, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+            # whoever asks need not wait for an answer
+            return self._failed("lookup", seq or number_of(data), error)
 
     def _dispatch(self, client: bytes, request: Request) -> Reply | None:
         match request:
@@ -184,10 +187,24 @@ class LookupServer:
             case Check() | Numbers():
                 return self._check(request)
             case Clear():
-                return ClearReply(request.seq, self._engine.clear(request.locations or None))
+                return self._clear_later(client, request)
             case Counted() | Keep() | Unpin():
                 self._take_notice(request)
         return None
+
+    def _clear_later(self, client: bytes, request: Clear) -> ErrorReply | None:
+        """Clear in a thread of its own, which answers; an answer now says why not."""
+
+        def clear() -> None:
+            try:
+                removed = self._engine.clear(request.locations or None)
+            except Exception as error:  # noqa: BLE001  the top of this task
+                self._late.add(client, self._failed("clear", request.seq, error))
+            else:
+                self._late.add(client, ClearReply(request.seq, removed))
+
+        refusal = self._clears.start(clear)
+        return None if refusal is None else ErrorReply(request.seq, f"not cleared: {refusal}")
 
     def _take_notice(self, notice: Counted | Keep | Unpin) -> None:
         """What is not answered."""
@@ -257,6 +274,11 @@ class LookupServer:
             identity.chunk_size,
             identity.digest(),
         )
+
+    def _failed(self, operation: str, seq: int, error: Exception) -> ErrorReply:
+        """Count a failure; what the client is told."""
+        self._fail(operation, error)
+        return ErrorReply(seq, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
     def _fail(self, operation: str, error: Exception) -> None:
         cause = "malformed" if isinstance(error, LookupServiceError) else type(error).__name__

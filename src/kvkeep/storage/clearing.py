@@ -26,8 +26,9 @@ class Clearing:
         """Clear every tier or those named; returns how many chunks there were.
 
         A tier that is left out now is not called, and owes it. The first one is cleared at once,
-        and again after the others, for what was read of those meanwhile. What was asked for until
-        then and arrives later does not get in.
+        and again after the others, for what was read of those meanwhile; the others take part in
+        nothing until they are cleared. What was asked for until then and arrives later does not
+        get in.
 
         Raises:
             ValueError: there is no such tier.
@@ -39,10 +40,13 @@ class Clearing:
                 self._tiers.set_owing(name, True)
         own = [backend for backend in active if backend is self._tiers.first]
         lower = [backend for backend in reversed(active) if backend not in own]
+        for backend in lower:
+            self._tiers.set_in_clear(backend.name, True)
         removed = 0
         for backend in [*own, *lower, *(own if lower else [])]:
             self._tiers.note_clear()
             removed += self._clear(backend) or 0
+            self._tiers.set_in_clear(backend.name, False)
         return removed
 
     def health(self, name: str) -> BackendHealth:

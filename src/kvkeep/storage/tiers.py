@@ -37,6 +37,7 @@ class Tiers:
         self.frozen = False
         self._unhealthy: frozenset[str] = frozenset()  # written with _lock
         self._owing: frozenset[str] = frozenset()  # written with _lock
+        self._in_clear: frozenset[str] = frozenset()  # written with _lock
         self.first = allocator_backend
         self._lock = threading.Lock()
         self.clear_lock = threading.Lock()
@@ -64,6 +65,16 @@ class Tiers:
         with self._lock:
             self._owing = self._owing | {name} if owing else self._owing - {name}
 
+    def set_in_clear(self, name: str, in_clear: bool) -> None:
+        """Note that a tier is being cleared: nothing is found in it or put into it meanwhile.
+
+        Raises:
+            ValueError: there is no tier of this name.
+        """
+        self.check_names([name])
+        with self._lock:
+            self._in_clear = self._in_clear | {name} if in_clear else self._in_clear - {name}
+
     def note_clear(self) -> None:
         """Everything is about to be removed: nothing asked for before may come into the first."""
         with self.clear_lock:
@@ -90,7 +101,7 @@ class Tiers:
                 raise ValueError(f"no tier is called {name!r}; there are: {known}")
 
     def active(self, names: Collection[str] | None = None) -> list[StorageBackendInterface]:
-        """The tiers that are not bypassed, in order.
+        """The tiers that are neither bypassed nor being cleared, in order.
 
         Args:
             names: only these; all if None.
@@ -100,11 +111,11 @@ class Tiers:
         """
         if names is not None:
             self.check_names(names)
-        bypassed = self.bypassed
+        left_out = self.bypassed | self._in_clear
         return [
             backend
             for name, backend in self.backends.items()
-            if name not in bypassed and (names is None or name in names)
+            if name not in left_out and (names is None or name in names)
         ]
 
     def readable(self, names: Collection[str] | None = None) -> list[StorageBackendInterface]:

@@ -43,6 +43,8 @@ class ToyTarget:
         self.error: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
+        self.clear_gate = threading.Event()
+        self.clear_gate.set()
         self.answered = threading.Semaphore(0)
         self.later = False
         self.under_way: dict[str, tuple[int, Future]] = {}
@@ -96,6 +98,7 @@ class ToyTarget:
     def clear(self, locations=None):
         if locations is not None and set(locations) != {"tier"}:
             raise ValueError(f"no tier is called {locations}")
+        assert self.clear_gate.wait(30)
         num, self.stored = self.stored, 0
         return num
 
@@ -139,6 +142,7 @@ def start(tmp_path) -> Iterator[Callable[..., Service]]:
     for service in made:
         for target in service.targets:
             target.gate.set()
+            target.clear_gate.set()
         service.client.close()
         for server in service.servers:
             server.close()

@@ -10,6 +10,7 @@ import pytest
 
 from kvkeep.errors import LookupServiceError
 from kvkeep.keys import Extra
+from kvkeep.lookup import clears
 from kvkeep.lookup.client import LookupClient
 from kvkeep.tokens import RequestScope
 
@@ -96,6 +97,40 @@ def test_clear_of_some_tiers(start):
     assert service.client.clear(["tier"]) == 12
     with pytest.raises(LookupServiceError, match="no tier is called"):
         service.client.clear(["teir"])
+
+
+def test_lookups_go_on_while_a_slow_tier_is_cleared(start):
+    """Also those of the client that gave up waiting for it: its worker is not down."""
+    service = start(8, timeout_s=0.2)
+    service.targets[0].clear_gate.clear()
+    with pytest.raises(LookupServiceError, match="no answer in time"):
+        service.client.clear()
+    patient = LookupClient(service.paths, timeout_s=30)
+    with ThreadPoolExecutor(1) as thread:
+        clearing = thread.submit(patient.clear)
+        assert service.client.lookup("r#0", [1, 2, 3, 4]) == 4
+        assert service.client.failures == {"timeout": 1}
+        assert not clearing.done()
+        service.targets[0].clear_gate.set()
+        assert clearing.result(30) == 0  # the first one has removed everything
+    assert service.client.lookup("r#1", [1, 2, 3, 4]) == 0
+    patient.close()
+
+
+def test_a_clear_that_does_not_end_is_the_last_one(start, monkeypatch):
+    """Later ones are refused at once, and lookups go on."""
+    service = start(8, timeout_s=0.2)
+    service.targets[0].clear_gate.clear()
+    with pytest.raises(LookupServiceError, match="no answer in time"):
+        service.client.clear()
+    monkeypatch.setattr(clears, "CLEAR_TIMEOUT_S", 0.0)
+    with pytest.raises(LookupServiceError, match="has not ended within 0 s"):
+        service.client.clear()
+    assert service.client.lookup("r#0", [1, 2, 3, 4]) == 4
+    monkeypatch.setattr(clears, "CLEAR_TIMEOUT_S", 120.0)
+    monkeypatch.setattr(clears, "MAX_WAITING", 0)
+    with pytest.raises(LookupServiceError, match="0 others are waiting"):
+        service.client.clear()
 
 
 def test_several_clients_at_once(start):

@@ -62,6 +62,28 @@ def test_only_the_tiers_that_were_named_owe_anything() -> None:
             rig.engine.clear(["nowhere"])
 
 
+def test_a_tier_takes_part_in_nothing_while_it_is_cleared() -> None:
+    """What it still has is not found, and nothing comes into it. The first one goes on."""
+    seen: list[int] = []
+
+    class Clearing(DictBackend):
+        def clear(self) -> int:
+            seen.append(rig.engine.lookup(TOKENS))
+            rig.fill(TOKENS)
+            seen.append(rig.engine.lookup(TOKENS, search_range=[L2]))
+            seen.append(rig.engine.lookup(TOKENS))
+            return super().clear()
+
+    with EngineRig(tiers=[Clearing]) as rig:
+        rig.fill(TOKENS)
+        assert rig.engine.clear() == 12  # what came meanwhile goes with the rest
+        assert seen == [0, 0, 32]
+        assert rig.storage.bypassed == frozenset()
+        assert rig.engine.lookup(TOKENS) == 0
+        rig.fill(TOKENS)
+        assert rig.engine.lookup(TOKENS, search_range=[L2]) == 32
+
+
 class PromotingBackend(DictBackend):
     """What a lookup pins is offered to the first tier, as disk and remote do."""
 

@@ -1,6 +1,6 @@
 """CountedResets: the engine as the lookup server sees it, with a count of how often it was cleared.
 
-Worker process only; called from the lookup server's thread, the count from the engine's.
+Worker process only; called from the lookup server's threads, the count from the engine's.
 """
 
 from __future__ import annotations
