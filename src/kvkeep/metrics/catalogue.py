@@ -155,8 +155,8 @@ _SPECS = (
     _gauge(
         "kvkeep_expected_load_bytes_per_second",
         "bytes per second",
-        "How fast a tier is expected to load, once it has begun, or as a mean of all its time where "
-        "that cannot be told apart; 0 if unknown.",
+        "How fast a tier is expected to load, once it has begun, or as a mean of all its time "
+        "where that cannot be told apart; 0 if unknown.",
         "Chunks were loaded from the tier.",
         "tier",
     ),
