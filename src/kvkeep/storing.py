@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, closing
 from itertools import groupby
 from types import TracebackType
 
@@ -23,6 +24,20 @@ _LOSSES = ((PutOutcome.NO_ROOM, StoreStop.NO_ROOM), (PutOutcome.DROPPED, StoreSt
 _KEPT = frozenset({PutOutcome.STORED, PutOutcome.PRESENT})
 
 _log = logging.getLogger(__name__)
+
+
+def _given_way(
+    copier: Generator[None, None, None], make_way: Callable[[], AbstractContextManager[object]]
+) -> Generator[None, None, None]:
+    """The same layers; others give way while one is copied, in whichever thread that is."""
+    with closing(copier):
+        while True:
+            with make_way():
+                try:
+                    next(copier)
+                except StopIteration:
+                    return
+            yield
 
 
 def refuse_store(parts: EngineParts, request: Request, stop: StoreStop) -> StoreResult:
@@ -127,7 +142,8 @@ class OpenStore:
     def copy_layers(self) -> Generator[None, None, None] | None:
         """A copier that completes one layer per ``next()``; None if there is nothing to copy.
 
-        It may take as long as a forward pass, so tiers do not hold back what they do meanwhile.
+        It may take as long as a forward pass, so tiers hold back what they store in the background
+        while a layer is copied, and not in between.
 
         Raises:
             ValueError: the slot mapping or the caches are not what the engine's are.
@@ -137,7 +153,7 @@ class OpenStore:
             return None
         request = self._request
         try:
-            return self._parts.gpu_connector.layerwise_from_gpu(
+            copier = self._parts.gpu_connector.layerwise_from_gpu(
                 self._held.objects,
                 [start for _, start, _ in self._taken],
                 [end for _, _, end in self._taken],
@@ -148,6 +164,7 @@ class OpenStore:
         except COPY_ERRORS as error:
             self.fail(error)
             return None
+        return _given_way(copier, self._parts.storage_manager.make_way)
 
     def spent(self, seconds: float) -> None:
         """Copying took ``seconds`` more."""

@@ -111,7 +111,7 @@ def test_what_is_known_needs_no_call_of_the_disk(tier):
 
 
 def test_a_store_is_given_way_while_it_copies_and_no_longer(tmp_path, monkeypatch):
-    """Also if it fails half-way. A layerwise store lasts for a forward pass and asks for none."""
+    """Also if it fails half-way. A layerwise one is, layer by layer, and not in between."""
     model = PagedEngine(num_pages=8)
     tokens, pages = list(range(32)), range(8)
     model.prefill(tokens, pages)
@@ -131,7 +131,17 @@ def test_a_store_is_given_way_while_it_copies_and_no_longer(tmp_path, monkeypatc
             assert manager.engine.store(tokens, **given).num_tokens == 0
         assert seen == [True]
         assert courtesy.give_way(0.01) == 0
-        layers = manager.engine.store_layer(tokens, **given)
-        next(layers)
-        assert courtesy.give_way(0.01) == 0
-        layers.close()
+        seen.clear()
+        copy_layers = PagedGPUConnector.layerwise_from_gpu
+
+        def layerwise_from_gpu(self, *args, **kwargs):
+            for _ in copy_layers(self, *args, **kwargs):
+                seen.append(courtesy.give_way(0.01) > 0)
+                yield
+
+        monkeypatch.setattr(PagedGPUConnector, "layerwise_from_gpu", layerwise_from_gpu)
+        for number, _ in enumerate(manager.engine.store_layer(tokens, **given)):
+            assert courtesy.give_way(0.01) == 0
+            assert len(seen) == number
+        assert seen == [True] * model.layout.num_layers
+        assert manager.engine.lookup(tokens, pin=False) == 32
