@@ -46,7 +46,7 @@ def open_endpoint():
 
 class UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=5)
+        super().__init__("localhost", timeout=30)
         self._path = path
 
     def connect(self) -> None:
@@ -60,9 +60,9 @@ def get(endpoint: MetricsEndpoint, path="/metrics", method="GET", headers=None, 
     if isinstance(place, Path):
         connection: http.client.HTTPConnection = UnixConnection(place)
     elif tls is not None:
-        connection = http.client.HTTPSConnection(*place, timeout=5, context=tls)
+        connection = http.client.HTTPSConnection(*place, timeout=30, context=tls)
     else:
-        connection = http.client.HTTPConnection(*place, timeout=5)
+        connection = http.client.HTTPConnection(*place, timeout=30)
     with closing(connection):
         connection.request(method, path, headers=headers or {})
         answer = connection.getresponse()
@@ -147,7 +147,7 @@ def test_tls(open_endpoint, tmp_path):
 
 def test_a_silent_client_holds_up_nobody_and_ends_with_the_endpoint(open_endpoint):
     endpoint = open_endpoint()
-    with socket.create_connection(endpoint.place, timeout=5) as silent:
+    with socket.create_connection(endpoint.place, timeout=30) as silent:
         silent.sendall(b"GET /metr")
         for _ in range(3):
             assert get(endpoint)[0] == 200
@@ -157,7 +157,7 @@ def test_a_silent_client_holds_up_nobody_and_ends_with_the_endpoint(open_endpoin
 
 def test_there_are_never_more_than_a_few_connections(open_endpoint, monkeypatch):
     endpoint = open_endpoint()
-    held = [socket.create_connection(endpoint.place, timeout=5) for _ in range(MAX_CONNECTIONS)]
+    held = [socket.create_connection(endpoint.place, timeout=30) for _ in range(MAX_CONNECTIONS)]
     try:
         with pytest.raises((OSError, http.client.HTTPException)):
             get(endpoint)
@@ -179,7 +179,7 @@ def test_requests_that_are_none_are_refused(open_endpoint):
         b"GET /metrics HTTP/9.9\r\n\r\n",
         b"GET /metrics HTTP/1.1\r\n" + many,
     ):
-        with socket.create_connection(endpoint.place, timeout=5) as connection:
+        with socket.create_connection(endpoint.place, timeout=30) as connection:
             answer = b""
             with contextlib.suppress(OSError):  # it closes before all of it was sent
                 connection.sendall(data + b"\r\n\r\n")
@@ -228,7 +228,7 @@ def test_ranks_have_places_of_their_own():
 
 def test_closing_with_scrapes_under_way_leaves_no_thread(open_endpoint):
     endpoint = open_endpoint(exposition=lambda: (time.sleep(0.2), b"")[1])
-    held = [socket.create_connection(endpoint.place, timeout=5) for _ in range(3)]
+    held = [socket.create_connection(endpoint.place, timeout=30) for _ in range(3)]
     for connection in held:
         connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     endpoint.close()  # the fixture of tests/conftest.py looks for threads

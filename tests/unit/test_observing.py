@@ -41,7 +41,7 @@ def free_port(count: int = 1) -> int:
 
 
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         return answer.read().decode()
 
 
@@ -152,9 +152,9 @@ def test_token_and_certificate_reach_the_endpoint(tmp_path):
     ask = urllib.request.Request(f"https://127.0.0.1:{port}/metrics")
     with make_manager(extra):
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(ask, timeout=5, context=trusting)
+            urllib.request.urlopen(ask, timeout=30, context=trusting)
         ask.add_header("Authorization", f"Bearer {SECRET}")
-        with urllib.request.urlopen(ask, timeout=5, context=trusting) as answer:
+        with urllib.request.urlopen(ask, timeout=30, context=trusting) as answer:
             assert b"kvkeep_lookup_tokens_total" in answer.read()
 
 

@@ -9,7 +9,7 @@ from kvkeep.gpu.threads import CopyThreads
 
 def test_jobs_run_at_the_same_time() -> None:
     threads = CopyThreads(3)
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=30)
     threads.run([lambda: (together.wait(), None)[1] for _ in range(3)])
     threads.close()
 
