@@ -6,6 +6,7 @@ asynchronous one waits nowhere. Every object that is not handed out is given bac
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -21,6 +22,8 @@ from kvkeep.keys import ChunkKey
 from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.dtypes import dtype_from_name
 from kvkeep.memory.ownership import References
+
+_log = logging.getLogger(__name__)
 
 
 class DiskLoads:
@@ -84,7 +87,11 @@ class DiskLoads:
     def load_later(self, keys: Sequence[ChunkKey], answer: Future[list[MemoryObj | None]]) -> None:
         """The same without waiting: ``answer`` gets the result when the last load has ended."""
         batch = self._batch()
-        self._start(keys, batch, wait=False)
+        try:
+            self._start(keys, batch, wait=False)
+        except Exception:  # noqa: BLE001  the top of this task: it is counted, and the rest misses
+            self._reports.fault("get", "internal")
+            _log.exception("a load of the disk tier failed")
         batch.when_done(lambda: answer.set_result(self._collect(keys, batch, time.monotonic())))
 
     def _start(self, keys: Sequence[ChunkKey], batch: BatchLoad, *, wait: bool) -> None:
