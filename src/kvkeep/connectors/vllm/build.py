@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvkeep.config import Settings
+from kvkeep.connectors.vllm.cores import Cores
 from kvkeep.connectors.vllm.identity import worker_identity
 from kvkeep.connectors.vllm.kv_settings import adapter_facts, are_inputs_hashed
 from kvkeep.connectors.vllm.layout import block_size_of, check_supported, declare_layout
@@ -68,27 +69,29 @@ def build_worker(
     connector = PagedGPUConnector(
         layout, copy_threads=settings.cpu.copy_threads, huge_pages=settings.cpu.huge_pages
     )
-    connector.register_kv_caches(tensors)
-    manager = CacheManager.create(
-        settings,
-        identity,
-        connector,
-        place=place,
-        ranks_socket=ranks_path(paths[0].parent, engine_id),
-    )
-    identity = manager.engine.token_database.identity
-    try:
-        worker = WorkerSide(
-            manager,
-            identity=identity,
-            rank=place.rank,
-            socket=paths[place.rank],
-            block_size=layout.page_size,
-            runs_ahead=tensors[0].device.type != "cpu",
+    cores = Cores()
+    with cores.all_of_them():
+        connector.register_kv_caches(tensors)
+        manager = CacheManager.create(
+            settings,
+            identity,
+            connector,
+            place=place,
+            ranks_socket=ranks_path(paths[0].parent, engine_id),
         )
-    except BaseException:
-        manager.close()
-        raise
+        try:
+            worker = WorkerSide(
+                manager,
+                identity=manager.engine.token_database.identity,
+                rank=place.rank,
+                socket=paths[place.rank],
+                block_size=layout.page_size,
+                runs_ahead=tensors[0].device.type != "cpu",
+                cores=cores,
+            )
+        except BaseException:
+            manager.close()
+            raise
     logger.info("kvkeep keeps %d layers: %s", layout.num_layers, layout.engine)
     return worker
 

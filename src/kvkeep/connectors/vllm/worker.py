@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kvkeep.connectors.vllm.background import BackgroundLoads
+from kvkeep.connectors.vllm.cores import Cores
 from kvkeep.connectors.vllm.counted_resets import CountedResets
 from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.stats import KVKeepStats, StepStats
@@ -43,6 +44,7 @@ class WorkerSide:
         socket: Path,
         block_size: int,
         runs_ahead: bool = False,
+        cores: Cores | None = None,
     ) -> None:
         """Start answering lookups.
 
@@ -54,12 +56,14 @@ class WorkerSide:
             socket: Unix socket of the lookup server.
             block_size: tokens in a block (page) of the engine.
             runs_ahead: the engine's device computes behind its thread.
+            cores: that loads and saves may use; None for those that the engine's thread has.
 
         Raises:
             LookupServiceError: the socket cannot be bound.
         """
         self._manager = manager
         self._engine = manager.engine
+        self._cores = cores or Cores()
         self._rank = rank
         self._block_size = block_size
         self._resets = CountedResets(manager.engine)
@@ -80,16 +84,9 @@ class WorkerSide:
 
         A load for which the request waits is only begun, see :meth:`take_finished_loads`.
         """
-        for spec in meta.loads:
-            if spec.is_waited_for:
-                if not self._background.submit(spec):
-                    self._unpin(spec)
-                continue
-            loaded_to = self._load_one(spec)
-            self._stats.loaded_tokens += loaded_to - spec.start
-            if loaded_to < spec.end:
-                self._report_failure(spec, loaded_to)
-                self._failures += 1
+        if meta.loads:
+            with self._cores.all_of_them():
+                self._load_all(meta.loads)
         self._clock.loads_ended()
 
     def save(self, meta: StepMeta) -> None:
@@ -110,11 +107,12 @@ class WorkerSide:
                 num_tokens = len(spec.tokens) // TOKEN_BYTES - spec.start
                 self._manager.metrics.store_skipped(num_tokens, "stale step")
             return
-        for spec in meta.saves:
-            try:
-                self._save_one(spec)
-            except Exception as error:  # noqa: BLE001  the top of this task
-                self.count_failure("store", error)
+        with self._cores.all_of_them():
+            for spec in meta.saves:
+                try:
+                    self._save_one(spec)
+                except Exception as error:  # noqa: BLE001  the top of this task
+                    self.count_failure("store", error)
         self._clock.saves_ended(meta)
         if self._resets.num_resets != num_resets:
             self._engine.clear()  # the reset came while something older was on its way in
@@ -167,6 +165,19 @@ class WorkerSide:
         self._server.close()
         self._background.close()
         self._manager.close()
+
+    def _load_all(self, loads: Sequence[LoadSpec]) -> None:
+        """Begin the loads that requests wait for, and carry out the others."""
+        for spec in loads:
+            if spec.is_waited_for:
+                if not self._background.submit(spec):
+                    self._unpin(spec)
+                continue
+            loaded_to = self._load_one(spec)
+            self._stats.loaded_tokens += loaded_to - spec.start
+            if loaded_to < spec.end:
+                self._report_failure(spec, loaded_to)
+                self._failures += 1
 
     def _load_one(self, spec: LoadSpec) -> int:
         """Load one request; returns the token up to which everything promised is there."""
