@@ -238,6 +238,7 @@ def test_chunks_that_go_between_question_and_load(remote, connector, other, metr
     connector.before = before
     found = check_found(KEYS, remote.batched_get_blocking(KEYS))
     assert found == [True, True, False, True, True, True]
+    assert remote.flush(WAIT_S)  # a load is counted after whoever waits for it has it
     assert failures(metrics, "get", "missing") == 1
 
 
@@ -376,6 +377,7 @@ def test_a_value_of_another_identity_under_a_chunks_name(remote, connector, pool
     name, theirs = name_of(KEYS[0]), name_of(KEYS[0], replace(IDENTITY, model="other"))
     copy(connector.inner, theirs, name)
     assert remote.batched_get_blocking(KEYS[:1]) == [None]
+    assert remote.flush(WAIT_S)
     assert failures(metrics, "get", "wrong_identity") == 1
     wait_until(lambda: connector.inner.sizes([name], WAIT_S) == [0])
     stranger.close()
