@@ -68,6 +68,11 @@ def test_a_model_that_counts_padding_as_positions_takes_no_padded_batch(prompt, 
         assert kept.last_call.num_found == 32
 
 
+def test_a_wrapper_without_generate_is_refused(tiny) -> None:
+    with pytest.raises(LayoutError, match=r"OptimizedModule .* the model itself"):
+        attach(torch.compile(tiny(), backend="eager"))
+
+
 def test_a_model_that_keeps_no_cache_is_refused() -> None:
     config = transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
     with pytest.raises(LayoutError, match="NoneType"):

@@ -36,7 +36,7 @@ from kvkeep.connectors.hf.caches import (
 from kvkeep.connectors.hf.fingerprint import ModelWeights, refuse_adapters, refuse_hooks
 from kvkeep.connectors.hf.rows import CallReport, PromptRow, RowReport, split_rows
 from kvkeep.engine import CacheEngine
-from kvkeep.errors import MissingExtraError
+from kvkeep.errors import LayoutError, MissingExtraError
 from kvkeep.gpu.dense import DenseGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.manager import CacheManager
@@ -85,6 +85,11 @@ def attach(
         settings = load_settings(env=os.environ)
     for setting in given_for_vllm(settings):
         _log.warning("%s was given, and has no effect under transformers", setting)
+    if not hasattr(type(model), "generate"):
+        raise LayoutError(
+            f"{type(model).__name__} has no generate of its own, as what torch.compile returns has "
+            "none; attach the model itself, its forward may be compiled"
+        )
     refuse_adapters(model)
     refuse_hooks(model)
     caches = declare_caches(model)
