@@ -18,6 +18,10 @@ import pytest
 import torch
 
 from kvkeep import keys
+from kvkeep.backends.disk.catalog import Catalog
+from kvkeep.backends.disk.directory import DiskDirectory
+from kvkeep.backends.disk.index import DiskIndex
+from kvkeep.backends.disk.reports import DiskReports
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.bench.rig import make_dense_engine
 from kvkeep.gpu import host, native_transfer
@@ -27,8 +31,8 @@ from kvkeep.memory.factory import initialize_allocator
 from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.policy.names import POLICIES, create_policy
-from kvkeep.testing.chunks import CHUNK_BYTES, DTYPE, SHAPE, make_keys
-from kvkeep.testing.disk import FaultyIO, make_disk
+from kvkeep.testing.chunks import CHUNK_BYTES, DTYPE, SHAPE, make_keys, make_pool, put
+from kvkeep.testing.disk import IDENTITY, FaultyIO, make_disk
 from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.tokens import ChunkedTokenDatabase
 
@@ -389,3 +393,26 @@ def test_a_chunk_on_disk_takes_few_system_calls(tmp_path) -> None:
     assert {name: count / 20 for name, count in io.calls.items()} == {"open_read": 1, "read": 2}
     disk.close()
     pool.close()
+
+
+def test_a_start_takes_few_calls_per_chunk_on_disk(tmp_path) -> None:
+    def start(count: int) -> int:
+        pool, folder = make_pool(), tmp_path / str(count)
+        disk = make_disk(pool, folder)
+        names = make_keys(count)
+        for first in range(0, count, 32):
+            put(disk, pool, names[first : first + 32])
+            pool.clear()
+        disk.close()
+        io, index = FaultyIO(), DiskIndex(create_policy("lru"))
+        directory = DiskDirectory(folder, budget_bytes=1 << 30, io=io)
+        reports = DiskReports(Metrics())
+        catalog = Catalog(directory, index, identity=IDENTITY, io=io, reports=reports)
+        calls = calls_in(catalog.open)
+        assert len(index) == count
+        assert io.calls == {"open_read": count, "read": count}
+        directory.close()
+        pool.close()
+        return calls
+
+    assert per_chunk(start) <= 160  # with as many folders, since there are few chunks
