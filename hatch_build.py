@@ -18,7 +18,7 @@ import build_rows
 
 
 class RowsHook(BuildHookInterface):
-    """Adds ``_rows.so`` to a wheel, and the platform to its name."""
+    """Adds ``_rows.native.so`` to a wheel, and the platform to its name."""
 
     PLUGIN_NAME = "custom"
 

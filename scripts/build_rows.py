@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "kvkeep" / "gpu" / "_rows.c"
-LIBRARY = SOURCE.with_suffix(".so")
+LIBRARY = SOURCE.with_suffix(".native.so")
 FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-fPIC", "-shared")
 #: A compiler that takes longer is not waited for.
 DEADLINE_S = 120.0

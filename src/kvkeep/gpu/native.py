@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 logger = logging.getLogger(__name__)
 
-LIBRARY = Path(__file__).with_name("_rows.so")
+#: Its second dot keeps Python from taking it for a module.
+LIBRARY = Path(__file__).with_name("_rows.native.so")
 #: VERSION in ``_rows.c``.
 VERSION = 1
 

@@ -19,6 +19,7 @@ from kvkeep.gpu.native import How, Pieces, RowCopier, load_rows
 from kvkeep.gpu.native_transfer import NativeTransfer, choose_how, plan_transfer
 
 ROOT = Path(__file__).parents[3]
+LIBRARY = native.LIBRARY
 
 if load_rows() is None:  # the header of the test run says so
     __test__ = False
@@ -257,4 +258,4 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch, caplog, tmp_path) 
         RowCopier(ctypes.util.find_library("m"))
     monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
     with pytest.raises(ValueError, match=f"version {native.VERSION} is needed"):
-        RowCopier(Path(native.__file__).with_name("_rows.so"))
+        RowCopier(LIBRARY)

@@ -74,5 +74,5 @@ def test_a_wheel_has_them_or_is_pure(build_rows, monkeypatch, tmp_path, works: b
         names = [name for name in wheel.namelist() if "_rows." in name]
     is_compiled = works and has_compiler(build_rows)
     assert path.endswith("-py3-none-any.whl") != is_compiled
-    assert ("kvkeep/gpu/_rows.so" in names) == is_compiled
+    assert ("kvkeep/gpu/_rows.native.so" in names) == is_compiled
     assert "kvkeep/gpu/_rows.c" in names
