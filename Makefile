@@ -54,7 +54,7 @@ bench: $(VENV)/.test $(VENV)/.vllm $(VENV)/.servers ## Speed, as ratios within o
 	@$(PY) benchmarks/run.py --only "$(ONLY)"
 
 clean: ## Remove .venv and all caches
-	@rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/kvkeep/gpu/*.so
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvkeep needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; use: make PYTHON=python3.12 ...")'
