@@ -8,7 +8,8 @@ waits, since somebody brought it for this request; everything that waiting reque
 by ``prefetch.memory``.
 
 vLLM does not ask about requests for which it has no seat. Of these the first few are asked about
-early, so that their chunks travel while they queue. An answer that may be old when the request's
+early, so that their chunks travel while they queue, unless the engine's own prefix cache has all of
+that. An answer that may be old when the request's
 turn comes is relied upon only if all of the prompt was found; else the workers are asked anew, and
 find in memory what was brought.
 
@@ -20,13 +21,18 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvkeep.connectors.vllm.requests import TrackedRequest
 from kvkeep.lookup.client import LookupClient
 from kvkeep.lookup.pending import Outcome
 from kvkeep.results import FoundTokens
 from kvkeep.tokens import RequestScope
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 #: How long a step waits, over all its requests, for answers that come at once. A slow tier that has
 #: nothing mostly says so by then, and the request need not wait for the next step.
@@ -87,6 +93,8 @@ class Asking:
             prefetches: what slow tiers have is brought into memory first.
             hold_s: how long after an answer the workers are sure to hold what they found.
         """
+        #: Leading tokens of a request that the engine has in its own prefix cache.
+        self.own_tokens: Callable[[Request], int] = lambda request: 0
         self._client = client
         self._prefetches = prefetches
         self._hold_s = hold_s
@@ -227,7 +235,8 @@ class Asking:
         while self._queued and num_early < MAX_EARLY:
             req_id = next(iter(self._queued))
             tracked, num_asked = self._queued.pop(req_id)
-            if tracked.scope is None:
+            limit = min(num_asked, tracked.request.num_tokens - 1)
+            if tracked.scope is None or self.own_tokens(tracked.request) >= limit:
                 continue
             lookup_id = self._new_id(req_id)
             tokens = tracked.token_bytes(num_asked)

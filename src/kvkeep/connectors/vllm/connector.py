@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -211,6 +211,23 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
         return KVKeepPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- scheduler ---
+
+    @_hook(_nothing)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """The engine's own prefix cache."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.use_prefix_cache(self._own_tokens)
+
+    @_hook(lambda: 0)
+    def _own_tokens(self, request: Request) -> int:
+        manager = self._kv_cache_manager
+        if not manager.prefix_cache_lookup_enabled(request):
+            return 0
+        hit = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        return int(hit[1])
 
     @_hook(lambda: (0, False))
     def get_num_new_matched_tokens(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,14 @@ class SchedulerSide:
     def loads_between_steps(self) -> bool:
         """Requests wait for their load, and no step does."""
         return self._options.loads_between_steps
+
+    def use_prefix_cache(self, own_tokens: Callable[[Request], int]) -> None:
+        """Bring nothing ahead of a request's turn that the engine's own cache has.
+
+        Args:
+            own_tokens: leading tokens of a request in that cache.
+        """
+        self._asking.own_tokens = own_tokens
 
     def arrived(self, request: Request) -> None:
         """A request was queued; its chunks may begin to travel before its turn comes."""

@@ -154,6 +154,27 @@ def test_chunks_travel_while_a_request_has_no_seat(toy_engine):
     engine.finish()
 
 
+@pytest.mark.parametrize("engine_has_it", [True, False])
+def test_what_the_engine_has_itself_does_not_travel(toy_engine, engine_has_it):
+    """Its own prefix cache is looked into before a request's turn, too."""
+    prompt = [*PROMPT, 1, 2]
+    engine = toy_engine(extra=SLOW_TIER, max_num_seqs=1, enable_prefix_caching=True)
+    store_slowly(engine, prompt)
+    if engine_has_it:
+        engine.generate("again", prompt)
+        engine.client.clear([CPU])
+    loaded_before = engine.loaded_tokens
+    engine.add("running", OTHER, max_tokens=10)
+    steps(engine, 2)
+    engine.add("next", prompt)
+    steps(engine, 2)
+    assert len(engine.connector._scheduler._asking) == (0 if engine_has_it else 1)
+    engine.run_all()
+    assert engine.loaded_tokens - loaded_before == (0 if engine_has_it else 40)
+    assert engine.outputs("next") == engine.true_outputs("next")
+    engine.finish()
+
+
 def test_an_early_answer_is_asked_for_again(toy_engine):
     """Nobody had anything when the requests came; the first one stores it for the others."""
     engine = toy_engine(extra=SLOW_TIER, max_num_seqs=1)
