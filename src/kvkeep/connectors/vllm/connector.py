@@ -303,7 +303,7 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
 
     @_hook(lambda: False)
     def reset_cache(self) -> bool:
-        """Remove every chunk. False if a worker did not answer."""
+        """Forget every chunk; a worker may take its time to remove them."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True

@@ -256,15 +256,13 @@ class SchedulerSide:
         self._tracked.pop(request.request_id, None)
         self._suspects.discard(request.request_id)
 
-    def reset(self) -> int:
-        """Forget all chunks, because the weights changed, say; returns how many there were.
+    def reset(self) -> None:
+        """Forget all chunks, because the weights changed, say.
 
         Nothing is stored any more of what was computed before, the step in flight included. What is
         computed from now on gets other keys, since the identity does not know of the change: other
         processes on the same disk may go on writing, and a restart may bring the old weights back.
-
-        Raises:
-            LookupServiceError: a worker did not answer in time.
+        So it is done on return, also where a worker is not through with removing them.
         """
         self._asking.drop_all()
         self._reset_tag = f"reset {uuid.uuid4()}"
@@ -272,7 +270,10 @@ class SchedulerSide:
             tracked.may_store = False
             tracked.scope = self._scope_of(tracked.request)
         self._num_resets += 1
-        return self._client.clear()
+        try:
+            self._client.clear()
+        except LookupServiceError as error:
+            logger.warning("chunks that no request finds any more are not removed yet: %s", error)
 
     def close(self) -> None:
         """End what was found and let go of the workers."""

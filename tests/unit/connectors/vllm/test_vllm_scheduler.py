@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, Worker
 from kvkeep.connectors.vllm.requests import LoraNames, scope_of
 from kvkeep.connectors.vllm.stats import KVKeepStats, StepStats
 from kvkeep.connectors.vllm.worker import load_slots
+from kvkeep.testing.chunks import wait_until
 from kvkeep.tokens import PLAIN
 
 BLOCK, CHUNK = 4, 8
@@ -420,6 +422,28 @@ def test_fault_9_chunks_of_other_weights_are_not_found_after_a_reset(toy_engine)
     engine.generate("c", PROMPT)
     assert engine.worker.get_kv_connector_stats().reduce()["loaded_tokens"] > 0
     storage.clear()  # what the other process wrote
+    engine.finish()
+
+
+def test_fault_9_a_reset_is_done_before_all_chunks_are_removed(toy_engine, monkeypatch):
+    """Fault 9: vLLM's pause fails if a reset does; and nothing old is found meanwhile."""
+    engine = toy_engine(extra={"lookup.timeout": "0.2s"})
+    engine.generate("a", PROMPT)
+    gate, clear = threading.Event(), engine.engine.clear
+
+    def slow_clear(*args):
+        assert gate.wait(20)
+        return clear(*args)
+
+    monkeypatch.setattr(engine.engine, "clear", slow_clear)
+    assert engine.scheduler.reset_connector_cache()
+    assert engine.generate("b", PROMPT) == engine.true_outputs("b")
+    assert engine.loaded_tokens == 0
+    gate.set()
+    wait_until(lambda: engine.client.check()[0].num_chunks == 0)
+    engine.generate("c", PROMPT)
+    engine.generate("d", PROMPT)
+    assert engine.loaded_tokens > 0
     engine.finish()
 
 
