@@ -296,6 +296,24 @@ def test_where_a_question_is_a_request_stores_ask_for_the_first_chunk(
     assert check_found(new, remote.batched_get_blocking(new)) == [True] * 4
 
 
+def test_no_call_has_more_values_than_the_connector_takes(connector, pool):
+    """So that all threads have something to do up to the end."""
+    connector.max_values_per_call = 1
+    remote, keys = make_remote(pool, connector), make_keys(9)
+    sent = []
+    connector.change = lambda operation, answer: (
+        sent.append(len(answer)) if operation == "put" else None,
+        answer,
+    )[1]
+    for start in range(0, 9, 3):  # as many as the queue holds
+        put(remote, pool, keys[start : start + 3])
+    connector.calls.clear()
+    assert check_found(keys, remote.batched_get_blocking(keys)) == [True] * 9
+    assert sent == [1] * 9
+    assert connector.calls["get"] == 9
+    remote.close()
+
+
 def test_what_somebody_else_has_stored_is_not_sent(remote, connector, pool, other):
     """A small question saves a large value."""
     other(KEYS)

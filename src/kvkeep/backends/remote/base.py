@@ -168,6 +168,9 @@ class RemoteConnector(ABC):
     #: ``sizes`` is one request for all names. Where it is one for each, loads do without it: a
     #: request for a value that is not there costs no more; and stores ask for fewer.
     sizes_at_once = True
+    #: Most values that RemoteBackend gives one call. Where they travel one after the other, small
+    #: calls keep all threads busy up to the end.
+    max_values_per_call = 8
 
     @abstractmethod
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int]:

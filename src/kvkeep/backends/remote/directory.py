@@ -53,6 +53,7 @@ class DirectoryConnector(RemoteConnector):
     """Values as files below one directory."""
 
     sizes_at_once = False
+    max_values_per_call = 1
 
     def __init__(self, url: RemoteURL, options: ConnectorOptions) -> None:
         """Use the directory of a URL like ``file:///mnt/shared/kvkeep``.

@@ -34,8 +34,6 @@ from kvkeep.memory.ownership import References
 
 _log = logging.getLogger(__name__)
 
-#: Most chunks of one request to the store.
-MAX_GROUP = 8
 #: What removing values that are no good may take, after the reader has been answered.
 _REMOVE_TIMEOUT_S = 1.0
 
@@ -186,7 +184,8 @@ class RemoteLoads:
         for _ in range(len(wanted) - len(objs)):
             self._reports.fault("get", NO_MEMORY)
         queue = list(loads.values())
-        size = min(MAX_GROUP, -(-len(queue) // self._threads)) or 1
+        most = self._calls.connector.max_values_per_call
+        size = min(most, -(-len(queue) // self._threads)) or 1
         for start in range(0, len(queue), size):
             group = queue[start : start + size]
             task = self._pool.load(partial(self._read, group, deadline))

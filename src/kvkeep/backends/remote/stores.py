@@ -129,7 +129,8 @@ class RemoteStores:
             if claim is not None
         ]
         is_full = False
-        for group in _groups(wanted):
+        most = min(MAX_GROUP, self._calls.connector.max_values_per_call)
+        for group in _groups(wanted, most):
             pending = [one for _, one in group]
             is_full = is_full or not self._queue(pending, on_complete)
             for index, one in group:
@@ -255,13 +256,13 @@ class RemoteStores:
         return value_name(self._prefix, one.key)
 
 
-def _groups(wanted: Sequence[tuple[int, Pending]]) -> list[list[tuple[int, Pending]]]:
-    """Cut a batch into requests; one chunk at least in each."""
+def _groups(wanted: Sequence[tuple[int, Pending]], most: int) -> list[list[tuple[int, Pending]]]:
+    """Cut a batch into requests, with one chunk at least in each and at most ``most``."""
     groups: list[list[tuple[int, Pending]]] = []
     size_bytes = 0
     for entry in wanted:
         size_bytes += entry[1].obj.size_bytes
-        if not groups or len(groups[-1]) == MAX_GROUP or size_bytes > MAX_GROUP_BYTES:
+        if not groups or len(groups[-1]) == most or size_bytes > MAX_GROUP_BYTES:
             groups.append([])
             size_bytes = entry[1].obj.size_bytes
         groups[-1].append(entry)
