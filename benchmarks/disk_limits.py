@@ -48,7 +48,7 @@ from kvkeep.policy.base import CachePolicy
 from kvkeep.policy.lru import LRUPolicy
 
 WAIT_S = 300.0
-#: Hardware CRC-32C, to compare with; ``pip install google-crc32c``.
+#: Hardware CRC-32C, to compare with (kvkeep has none); ``pip install google-crc32c``.
 HAS_CRC32C = importlib.util.find_spec("google_crc32c") is not None
 PIECE = 1 << 20
 
@@ -257,7 +257,7 @@ def measure_files(folder: Path, kib: int, total_mib: int, threads: int, rounds: 
         row("read warm / plain files", "read, warm", "plain read, warm", 0.8),
         row("read warm / without checksum", "read, warm", "read without checksum", 0.85),
         *(
-            [row("... with CRC-32C / without", "read with crc32c", "read without checksum", 0.85)]
+            [row("... with CRC-32C / without", "read with crc32c", "read without checksum", None)]
             if HAS_CRC32C
             else []
         ),
@@ -341,7 +341,7 @@ def measure_store(folder: Path, num_tokens: int, rounds: int) -> list[Row]:
     idle, busy = [(a, b) for a, b, _ in turns], [(c, b) for _, b, c in turns]
     return [
         time_row(f"{name}: idle disk / no disk", idle, target=1.1),
-        time_row(f"{name}: disk busy with the store before / no disk", busy, target=None),
+        time_row(f"{name}: disk busy with the store before / no disk", busy, target=1.1),
     ]
 
 
