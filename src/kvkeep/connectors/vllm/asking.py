@@ -9,9 +9,8 @@ by ``prefetch.memory``.
 
 vLLM does not ask about requests for which it has no seat. Of these the first few are asked about
 early, so that their chunks travel while they queue, unless the engine's own prefix cache has all of
-that. An answer that may be old when the request's
-turn comes is relied upon only if all of the prompt was found; else the workers are asked anew, and
-find in memory what was brought.
+that. An answer that may be old when the request's turn comes is relied upon only if all of the
+prompt was found; else the workers are asked anew, and find in memory what was brought.
 
 Each question has an id of its own, so a lease that is still on its way is never taken for a later
 one.
