@@ -158,6 +158,7 @@ class Engine:
         except queue.Empty:
             raise EngineError(f"the engine {self.name} is silent for {timeout_s:g} s") from None
         if not line:
+            self._lines.put("")  # for whoever asks again
             raise EngineError(f"the engine {self.name} has ended:\n{self._log_end()}")
         return dict(json.loads(line))
 
