@@ -54,7 +54,14 @@ def make_disk(
     **options: int | float,
 ) -> LocalDiskBackend:
     """A disk tier over ``path``; ``options`` are fields of DiskOptions."""
-    chosen = DiskOptions(path, BUDGET_BYTES, threads=2, load_timeout_s=5.0, lookup_timeout_s=5.0)
+    chosen = DiskOptions(
+        path,
+        BUDGET_BYTES,
+        threads=2,
+        load_timeout_s=5.0,
+        lookup_timeout_s=5.0,
+        open_timeout_s=30.0,  # tests do not go on without it, however busy the machine is
+    )
     return LocalDiskBackend(
         replace(chosen, **options),  # type: ignore[arg-type]
         identity=identity,
