@@ -25,8 +25,8 @@ STEP_BYTES = 4 << 20
 _IDLE_S = 60.0
 #: How long :meth:`Prefaulter.close` waits for the thread.
 _CLOSE_S = 10.0
-#: Steps on the scale from -20 (served first) to 19.
-_NICENESS = 10
+#: Steps behind the process, on the scale from -20 (served first) to 19.
+_NICENESS, _LAST = 10, 19
 
 
 class Prefaulter:
@@ -98,4 +98,6 @@ def _lower_priority() -> None:
     """Let every other thread run first, where threads have priorities of their own."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            thread = threading.get_native_id()
+            behind = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, min(behind, _LAST))
