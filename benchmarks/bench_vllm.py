@@ -206,6 +206,7 @@ def from_memory(
         some = [Timing(prompt) for prompt in prompts_of(2, length, count)]
         for timing in some:
             peer.ask(report, timing, "peer cold", engines)
+        for timing in some:  # not in turn: who is stopped writes to Redis too late
             timing.ask("cold", engines, kept)
         for engine in both:  # what is written behind arrives in the other tiers
             engine.signal(signal.SIGCONT)
