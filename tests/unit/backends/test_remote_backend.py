@@ -607,7 +607,9 @@ def test_random_faults_and_never_a_wrong_byte(pool, connector, metrics, seed):
     connector.before = lambda operation: None
     connector.change = lambda operation, answer: answer
     wait_until(lambda: remote.health().healthy)
+    assert remote.flush(WAIT_S)
     assert remote.clear() >= 0
     put(remote, pool, keys[:6])
-    assert check_found(keys[:6], remote.batched_get_blocking(keys[:6])) == [True] * 6
+    # a busy machine may take longer for a load than this tier waits
+    wait_until(lambda: all(check_found(keys[:6], remote.batched_get_blocking(keys[:6]))))
     remote.close()
