@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvkeep.metrics import Metrics
@@ -203,8 +203,7 @@ class CostRule:
             tier: its name.
             num_chunks: how many may have to come from it.
             prompt: names the prompt, as the key of its last chunk does. An engine may ask for one
-                that waits in each of its steps: that is one refusal. Once it was computed it is in
-                memory, so a prompt that is refused again has not been computed since.
+                that waits in each of its steps: that is one refusal, until :meth:`note_stored`.
         """
         if not self._options.enabled or num_chunks < 1:
             return True
@@ -220,6 +219,14 @@ class CostRule:
         if is_new:
             self._metrics.tier_skipped(tier, TOO_SLOW, num_chunks * self._options.chunk_tokens)
         return admitted
+
+    def note_stored(self, keys: Sequence[bytes]) -> None:
+        """These chunks were computed: a prompt of theirs that is refused again is another one."""
+        with self._lock:
+            refusing = [known.refused for known in self._tiers.values() if known.refused]
+            for refused in refusing:
+                for key in keys:
+                    refused.pop(key, None)
 
     def is_slow(self, tier: str, num_chunks: int) -> bool:
         """Whether lookups for so many chunks leave the tier out at present."""

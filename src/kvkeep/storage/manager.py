@@ -120,6 +120,7 @@ class StorageManager(PoolAccess, TierControl):
             tiers = self._tiers.active(None if location is None else [location])
             if self._tiers.frozen or not keys:
                 return {}
+            self.cost.note_stored(keys)
             results = {
                 backend.name: self._transfer.put(backend, keys, objs, self.allocator_backend)
                 for backend in tiers

@@ -229,6 +229,15 @@ def test_a_prompt_that_is_asked_for_in_every_step_counts_once():
     assert metrics.snapshot()[SKIPPED] == 8 * CHUNK
 
 
+def test_a_prompt_that_was_computed_and_is_refused_again_counts_again():
+    rule, metrics, _ = slow_rule()
+    for _ in range(2):
+        assert not rule.admits(TIER, 3, prompt=b"one")
+        assert not rule.admits(TIER, 5, prompt=b"another")
+        rule.note_stored([b"its first chunk", b"one"])
+    assert metrics.snapshot()[SKIPPED] == (2 * 3 + 5) * CHUNK
+
+
 def test_the_prompts_that_are_remembered_are_bounded():
     rule, metrics, _ = slow_rule()
     for _ in range(3000):
