@@ -38,8 +38,8 @@ OVERHEAD = 1.03
 #: LMCache 0.5.6 with its separate server and shared memory, this model, 4,096 tokens, two cores of
 #: an AMD EPYC: seconds to the first token, cold and warm. Where it is not measured beside us.
 REFERENCE_COLD_S, REFERENCE_WARM_S = 4.2, 0.075
-#: Memory of the caches, in GiB, and how long what they write behind may take to arrive elsewhere.
-POOL_GIB, SETTLE_S = 2, 2.0
+#: Memory of the caches, in GiB.
+POOL_GIB = 2
 
 Prompt = list[int]
 #: What each engine is asked first.
@@ -125,12 +125,13 @@ class Report:
 
 
 def engine_of(name: str, settings: dict[str, object] | None) -> Engine:
-    """An engine with kvkeep, or without any connector; warmed up."""
+    """An engine with kvkeep, or without any connector; warmed up, its pool committed."""
     pool = {"cpu.size": f"{POOL_GIB}GiB", "cpu.prefault": f"{POOL_GIB}GiB"}
     transfer = kvkeep_transfer({**pool, **settings}) if settings is not None else None
     engine = Engine(name, transfer, model=prepare_model())
     try:
         engine.ask([WARM_UP])
+        engine.settle()
     except BaseException:
         engine.close()
         raise
@@ -210,7 +211,7 @@ def from_memory(
             timing.ask("cold", engines, kept)
         for engine in both:  # what is written behind arrives in the other tiers
             engine.signal(signal.SIGCONT)
-        time.sleep(SETTLE_S)
+        kept.settle()
         for _ in range(-(-repeats // count)):
             for timing in some:
                 peer.ask(report, timing, "peer", engines)

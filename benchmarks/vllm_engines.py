@@ -16,13 +16,19 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 SERVER = Path(__file__).with_name("vllm_server.py")
 #: How long an engine may take to start, to answer and to end.
 START_S, ANSWER_S, END_S = 180.0, 180.0, 60.0
+#: How long one may take to come to rest, how long it is watched at a time, and what share of a core
+#: one that rests may use.
+SETTLE_S, REST_S, RESTING_SHARE = 60.0, 0.5, 0.1
 #: All engines are bound to the same cores; by itself vLLM gives one with a connector others than
 #: one without.
 CORES = "0-1"
@@ -122,6 +128,26 @@ class Engine:
             raise EngineError(f"the engine {self.name} has ended:\n{self._log_end()}") from error
         answer = self._read(ANSWER_S)
         return Answer(answer["total_s"] * 1e3, answer["tokens"])
+
+    def settle(self) -> None:
+        """Wait until it and its children rest: memory is committed, all is written."""
+        deadline = time.monotonic() + SETTLE_S
+        used_s = self._cpu_s()
+        while time.monotonic() < deadline:
+            time.sleep(REST_S)
+            before_s, used_s = used_s, self._cpu_s()
+            if used_s - before_s < RESTING_SHARE * REST_S:
+                return
+
+    def _cpu_s(self) -> float:
+        """Processor time that its processes have used so far."""
+        total_s = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            main = psutil.Process(self._process.pid)
+            for process in (main, *main.children(recursive=True)):
+                times = process.cpu_times()
+                total_s += times.user + times.system
+        return total_s
 
     def signal(self, number: int) -> None:
         """Send a signal to the engine and its children."""
