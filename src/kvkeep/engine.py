@@ -295,6 +295,11 @@ class CacheEngine(EngineControl):
         answer.set_result(refuse_lookup(self._parts, chunks, refused, counted=counted))
         return answer
 
+    def wait_for_ranks(self, timeout_s: float) -> bool:
+        """Wait until all ranks are there; until then lookups find nothing. True without others."""
+        ranks = self._parts.ranks
+        return ranks is None or ranks.wait_until_whole(timeout_s)
+
     def _lookup_refusal(self) -> str | None:
         """Why lookups find nothing now, if they do."""
         if not self.is_healthy():

@@ -17,6 +17,7 @@ Rounds of one group follow each other. Every method may be called from any threa
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ import torch
 from kvkeep.layout import MemoryFormat
 from kvkeep.memory.base import MemoryObj
 
+#: Between two looks for ranks that are waited for.
+_LOOK_S = 0.01
 #: Where a failure of another rank is counted: the ``tier`` of the metrics.
 OTHER_RANKS = "ranks"
 
@@ -106,6 +109,20 @@ class RankGroup(ABC):
     @abstractmethod
     def is_whole(self) -> bool:
         """As far as this rank knows, all are there, so that a load can succeed; does not wait."""
+
+    @abstractmethod
+    def tend(self) -> None:
+        """Look who has come or gone; does not wait."""
+
+    def wait_until_whole(self, timeout_s: float) -> bool:
+        """Wait for ranks that start at the same time as this one; whether all are there."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_whole():
+            if time.monotonic() >= deadline:
+                return False
+            self.tend()
+            time.sleep(_LOOK_S)
+        return True
 
     @abstractmethod
     def open_round(self, tag: bytes, offered: Sequence[MemoryObj] = ()) -> Round | None:

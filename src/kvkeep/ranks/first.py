@@ -90,13 +90,17 @@ class FirstRank(RankGroup):
         self._closed = False
 
     def is_whole(self) -> bool:
-        """See :meth:`RankGroup.is_whole`; lets in who has come, unless a round is under way."""
+        """See :meth:`RankGroup.is_whole`; lets in who has come."""
+        self.tend()
+        return not self._closed and len(self._peers) == self._options.num_ranks - 1
+
+    def tend(self) -> None:
+        """See :meth:`RankGroup.tend`; not while a round is under way, which does so itself."""
         if self._turn.acquire(blocking=False):
             try:
                 self._tend_locked()
             finally:
                 self._turn.release()
-        return not self._closed and len(self._peers) == self._options.num_ranks - 1
 
     def open_round(self, tag: bytes, offered: Sequence[MemoryObj] = ()) -> Round | None:
         """See :meth:`RankGroup.open_round`."""

@@ -160,6 +160,23 @@ def test_a_borrowed_chunk_of_another_size_is_none(tmp_path) -> None:
         assert group.together(load_first(group, 3), ask) == (0, 0)
 
 
+def test_ranks_that_start_together_wait_for_each_other(tmp_path) -> None:
+    """The first lookup of an engine that was started again must not miss for want of a rank."""
+    tmp_path.chmod(0o700)
+    other = FollowerRank(options(tmp_path, 1, shares=False), metrics=Metrics())
+    assert not other.wait_until_whole(0.05), "nobody is there to wait for"
+    waiting = threading.Thread(target=other.wait_until_whole, args=(60,))
+    waiting.start()
+    first = FirstRank(options(tmp_path, 0, shares=False), metrics=Metrics(), arena=None)
+    assert first.wait_until_whole(60)
+    waiting.join(60)
+    assert first.is_whole()
+    assert other.is_whole()
+    other.close()
+    first.close()
+    assert not first.wait_until_whole(0.0)
+
+
 def test_rank_0_alone_loads_nothing_and_says_why(tmp_path) -> None:
     tmp_path.chmod(0o700)
     metrics = Metrics()

@@ -36,6 +36,8 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it 
 #: whoever has not answered by then is switched off.
 HELLO_TIMEOUT_S = 10.0
 
+#: How long a worker waits for the other ranks, which start at the same time.
+_RANKS_S = 5.0
 #: Of what is left of a lease after its lookup took as long as it may, how much is relied upon.
 _HOLD_SHARE = 0.5
 
@@ -92,6 +94,8 @@ def build_worker(
         except BaseException:
             manager.close()
             raise
+    if not manager.engine.wait_for_ranks(_RANKS_S):
+        logger.warning("other ranks are not there yet; until they are, nothing is found")
     logger.info("kvkeep keeps %d layers: %s", layout.num_layers, layout.engine)
     return worker
 
