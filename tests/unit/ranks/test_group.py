@@ -66,7 +66,7 @@ def group_of(folder: Path, *, shares: bool = True, **more) -> Iterator[Group]:
     folder.chmod(0o700)
     group = Group(folder, shares=shares, **more)
     try:
-        wait_until(group.first.is_whole)
+        wait_until(lambda: group.first.is_whole() and group.other.is_whole())
         yield group
     finally:
         group.other.close()
@@ -131,10 +131,10 @@ def test_whoever_aborts_makes_it_a_miss_for_both(tmp_path, shares) -> None:
 
         first = group.together(lambda: abort(group.first, group.objs), load_other(group, 3))
         assert first in ((0, 0), (0, None))
-        wait_until(group.first.is_whole)
+        wait_until(lambda: group.first.is_whole() and group.other.is_whole())
         done = group.together(load_first(group, 3), lambda: abort(group.other))
         assert done in ((0, 0), (None, 0))
-        wait_until(group.first.is_whole)
+        wait_until(lambda: group.first.is_whole() and group.other.is_whole())
         assert group.together(load_first(group, 3), load_other(group, 3)) == (3, 3)
 
 
