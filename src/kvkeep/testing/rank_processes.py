@@ -14,7 +14,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -290,8 +289,8 @@ class Ranks:
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
     def wait_whole(self) -> None:
-        """Until rank 0 sees everybody."""
-        wait_until(partial(self.call, 0, "is_whole"))
+        """Until rank 0 sees everybody, and everybody rank 0."""
+        wait_until(lambda: all(self.all("is_whole")))
 
     def check_idle(self) -> None:
         """No lease open, and no memory held but chunks, on any rank."""
