@@ -38,13 +38,17 @@ class Clears:
                 return f"an earlier one has not ended within {CLEAR_TIMEOUT_S:g} s"
             if len(self._waiting) >= MAX_WAITING:
                 return f"{MAX_WAITING} others are waiting"
-            self._waiting.append(job)
             if self._thread is None:
-                self._since = time.monotonic()
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._work, name="kvkeep-lookup-clear", daemon=True
                 )
-                self._thread.start()
+                try:
+                    thread.start()  # it waits for the lock
+                except RuntimeError as error:
+                    return str(error)
+                self._since = time.monotonic()
+                self._thread = thread
+            self._waiting.append(job)
         return None
 
     def close(self, timeout_s: float) -> None:

@@ -40,13 +40,17 @@ class Clearing:
                 self._tiers.set_owing(name, True)
         own = [backend for backend in active if backend is self._tiers.first]
         lower = [backend for backend in reversed(active) if backend not in own]
-        for backend in lower:
-            self._tiers.set_in_clear(backend.name, True)
         removed = 0
-        for backend in [*own, *lower, *(own if lower else [])]:
-            self._tiers.note_clear()
-            removed += self._clear(backend) or 0
-            self._tiers.set_in_clear(backend.name, False)
+        try:
+            for backend in lower:
+                self._tiers.set_in_clear(backend.name, True)
+            for backend in [*own, *lower, *(own if lower else [])]:
+                self._tiers.note_clear()
+                removed += self._clear(backend) or 0
+                self._tiers.set_in_clear(backend.name, False)
+        finally:
+            for backend in lower:  # whatever came in between: none stays out for good
+                self._tiers.set_in_clear(backend.name, False)
         return removed
 
     def health(self, name: str) -> BackendHealth:

@@ -133,6 +133,23 @@ def test_a_clear_that_does_not_end_is_the_last_one(start, monkeypatch):
         service.client.clear()
 
 
+def test_a_clear_for_which_there_is_no_thread_is_refused(monkeypatch):
+    """It says so, does not run later, and the next one runs."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    jobs, ran = clears.Clears(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(clears.threading.Thread, "start", refuse)
+        assert jobs.start(lambda: ran.append("refused")) == "can't start new thread"
+    done = threading.Event()
+    assert jobs.start(lambda: (ran.append("next"), done.set())) is None
+    assert done.wait(30)
+    jobs.close(30)
+    assert ran == ["next"]
+
+
 def test_several_clients_at_once(start):
     """Answers go to who asked, and belong to the question."""
     service = start(1000)

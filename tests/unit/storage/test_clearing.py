@@ -84,6 +84,24 @@ def test_a_tier_takes_part_in_nothing_while_it_is_cleared() -> None:
         assert rig.engine.lookup(TOKENS, search_range=[L2]) == 32
 
 
+def test_a_clear_that_is_interrupted_leaves_no_tier_out() -> None:
+    class Interrupted(DictBackend):
+        interrupts = True
+
+        def clear(self) -> int:
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return super().clear()
+
+    with EngineRig(tiers=[Interrupted]) as rig:
+        rig.fill(TOKENS)
+        with pytest.raises(KeyboardInterrupt):
+            rig.engine.clear()
+        assert rig.engine.lookup(TOKENS, search_range=[L2]) == 32
+        Interrupted.interrupts = False
+        assert rig.engine.clear() == 4
+
+
 class PromotingBackend(DictBackend):
     """What a lookup pins is offered to the first tier, as disk and remote do."""
 
