@@ -11,7 +11,9 @@ import hashlib
 import sys
 import threading
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +24,11 @@ from kvkeep.backends.disk.catalog import Catalog
 from kvkeep.backends.disk.directory import DiskDirectory
 from kvkeep.backends.disk.index import DiskIndex
 from kvkeep.backends.disk.reports import DiskReports
+from kvkeep.backends.io.pool import IOPool, StoreJob
 from kvkeep.backends.local_cpu import LocalCPUBackend
+from kvkeep.backends.remote.names import create_connector
 from kvkeep.bench.rig import make_dense_engine
+from kvkeep.config.store_url import RemoteURL
 from kvkeep.gpu import host, native_transfer
 from kvkeep.gpu.native import RowCopier
 from kvkeep.layout import MemoryFormat
@@ -34,6 +39,7 @@ from kvkeep.policy.names import POLICIES, create_policy
 from kvkeep.testing.chunks import CHUNK_BYTES, DTYPE, SHAPE, make_keys, make_pool, put
 from kvkeep.testing.disk import IDENTITY, FaultyIO, make_disk
 from kvkeep.testing.engine_rig import EngineRig
+from kvkeep.testing.stores import OPTIONS, random_value, read
 from kvkeep.tokens import ChunkedTokenDatabase
 
 FMT = MemoryFormat.OPAQUE_PAGES
@@ -55,6 +61,23 @@ def calls_in(call: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return count
+
+
+def system_calls_in(call: Callable[[], object]) -> Counter[str]:
+    """Functions of ``os`` that ``call`` calls in this thread."""
+    found: Counter[str] = Counter()
+
+    def note(frame: object, event: str, argument: object) -> None:
+        if event == "c_call" and getattr(argument, "__module__", None) == "posix":
+            found[argument.__name__] += 1
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    del found["fspath"]
+    return found
 
 
 def allocated_in(call: Callable[[], object]) -> int:
@@ -393,6 +416,42 @@ def test_a_chunk_on_disk_takes_few_system_calls(tmp_path) -> None:
     assert {name: count / 20 for name, count in io.calls.items()} == {"open_read": 1, "read": 2}
     disk.close()
     pool.close()
+
+
+def test_a_store_wakes_nobody_but_who_writes_it(monkeypatch) -> None:
+    """Neither the thread for loads nor who waits for the last store, until it is done."""
+    waits: Counter[str] = Counter()
+    wait = threading.Condition.wait
+
+    def counted(condition: threading.Condition, timeout: float | None = None) -> bool:
+        waits[threading.current_thread().name] += 1
+        return wait(condition, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait", counted)
+    pool = IOPool(name="test", threads=3, max_queued_bytes=100, on_error=pytest.fail)
+    pool.load(lambda: None).result(10)
+    done: list[int] = []
+    waits.clear()
+    for number in range(100):
+        assert pool.store(StoreJob(partial(done.append, number), pytest.fail, 1))
+    assert pool.wait_idle(10)
+    assert sorted(done) == list(range(100))
+    assert waits["kvkeep-test-0"] <= 1  # its first one may come as late as that
+    assert waits[threading.current_thread().name] <= 1
+    pool.close(10)
+
+
+def test_a_file_in_a_shared_directory_takes_few_system_calls(tmp_path) -> None:
+    connector = create_connector(RemoteURL.parse(f"file://{tmp_path}"), OPTIONS)
+    names = [f"kvkeep-v1/test/{number:064x}" for number in range(21)]
+    values = [random_value(5000, number) for number in range(21)]
+    connector.put(names[:1], values[:1], 10)  # which makes the folders
+    put = system_calls_in(lambda: connector.put(names[1:], values[1:], 10))
+    # the payload, then the header
+    assert put == {"open": 20, "pwrite": 40, "close": 20, "rename": 20}
+    assert system_calls_in(lambda: connector.sizes(names[1:], 10)) == {"stat": 20}
+    got = system_calls_in(lambda: read(connector, names[1:]))
+    assert got == dict.fromkeys(("open", "fstat", "pread", "preadv", "close"), 20)
 
 
 def test_a_start_takes_few_calls_per_chunk_on_disk(tmp_path) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -233,6 +234,22 @@ def test_slow_stores_leave_a_thread_for_loads(make_pool_of):
         assert pool.store(StoreJob(lambda: gate.wait(WAIT_S), lambda: None, 1))
     assert pool.load(lambda: 7).result(WAIT_S) == 7
     gate.set()
+
+
+def test_no_idle_thread_is_left_asleep(make_pool_of):
+    """Jobs that wait for each other all run: loads in every thread, stores in all but one."""
+    pool, begun = make_pool_of(threads=4), []
+    for _ in range(100):
+        together = threading.Barrier(4)
+        loads = [pool.load(partial(together.wait, WAIT_S)) for _ in range(4)]
+        assert sorted(load.result(WAIT_S) for load in loads) == [0, 1, 2, 3]
+        together = threading.Barrier(4)
+        for _ in range(3):
+            run = partial(lambda gate: begun.append(gate.wait(WAIT_S)), together)
+            assert pool.store(StoreJob(run, list, 1))
+        begun.append(together.wait(WAIT_S))  # so all three have begun
+        assert pool.wait_idle(WAIT_S)
+    assert sorted(begun) == sorted([0, 1, 2, 3] * 100)
 
 
 def test_a_store_larger_than_the_queue_is_let_in_alone(make_pool_of):

@@ -20,11 +20,17 @@ def test_pieces_are_the_buffer_cut_at_multiples_in_the_file(size, offset, piece_
         module.PIECE_BYTES = before
     assert b"".join(piece for _, piece in found) == data
     assert [data[at : at + len(piece)] for at, piece in found] == [bytes(one) for _, one in found]
-    assert all(0 < len(piece) <= piece_bytes for _, piece in found)
+    assert all(0 < len(piece) <= piece_bytes for _, piece in found[:-1])
+    assert all(0 < len(piece) <= piece_bytes + offset for _, piece in found[-1:])
     assert all((offset + at) % piece_bytes == 0 for at, _ in found[1:])
 
 
-def test_only_the_first_piece_after_a_header_is_short():
-    """No page of a chunk's file is touched by two calls."""
+def test_what_a_header_moves_takes_no_call_of_its_own():
+    """And no page of a chunk's file is touched by two calls."""
     sizes = [len(piece) for _, piece in pieces(memoryview(bytes(4 * PIECE_BYTES)), HEADER_BYTES)]
-    assert sizes == [PIECE_BYTES - HEADER_BYTES, *[PIECE_BYTES] * 3, HEADER_BYTES]
+    assert sizes == [
+        PIECE_BYTES - HEADER_BYTES,
+        PIECE_BYTES,
+        PIECE_BYTES,
+        PIECE_BYTES + HEADER_BYTES,
+    ]

@@ -20,10 +20,13 @@ def pieces(buffer: memoryview, offset: int = 0) -> Iterator[tuple[int, memoryvie
         buffer: what is cut.
         offset: where it begins in the file that it is read from or written to. All pieces but the
             first begin at a multiple of ``PIECE_BYTES`` there: two calls that share a page of the
-            file cost more than two that do not.
+            file cost more than two that do not. What a header has moved beyond the last multiple
+            belongs to the last piece.
     """
-    position = 0
-    while position < len(buffer):
-        left = PIECE_BYTES - (offset + position) % PIECE_BYTES
-        yield position, buffer[position : position + left]
-        position += left
+    position, size = 0, len(buffer)
+    while position < size:
+        end = position + PIECE_BYTES - (offset + position) % PIECE_BYTES
+        if size - end <= min(offset, PIECE_BYTES // 2):
+            end = size
+        yield position, buffer[position:end]
+        position = end

@@ -52,12 +52,17 @@ class IOPool:
         """
         self._max_queued_bytes = max_queued_bytes
         self._on_error = on_error
-        self._wake = threading.Condition()
-        self._loads: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # guarded by _wake
-        self._stores: deque[StoreJob] = deque()  # guarded by _wake
-        self._queued_bytes = 0  # guarded by _wake
-        self._running: dict[int, float] = {}  # thread index: start of its job; guarded by _wake
-        self._closed = False  # guarded by _wake
+        self._lock = threading.Lock()
+        # Who waits is woken for what it can do only: a thread more that wakes up for each job of
+        # another one costs more than the job's other calls together.
+        self._for_loads = threading.Condition(self._lock)  # the first thread
+        self._for_all = threading.Condition(self._lock)  # the others
+        self._for_idle = threading.Condition(self._lock)  # wait_idle
+        self._loads: deque[tuple[Future[Any], Callable[[], Any]]] = deque()  # guarded by _lock
+        self._stores: deque[StoreJob] = deque()  # guarded by _lock
+        self._queued_bytes = 0  # guarded by _lock
+        self._running: dict[int, float] = {}  # thread index: start of its job; guarded by _lock
+        self._closed = False  # guarded by _lock
         self._threads = [
             threading.Thread(
                 target=self._work, args=(index,), name=f"kvkeep-{name}-{index}", daemon=True
@@ -73,71 +78,74 @@ class IOPool:
         The future is cancelled if the pool is closed.
         """
         future: Future[R] = Future()
-        with self._wake:
+        with self._lock:
             if not self._closed:
                 (self._loads.appendleft if first else self._loads.append)((future, task))
-                self._wake.notify_all()
+                self._for_loads.notify()
+                self._for_all.notify()  # the first thread may be busy
                 return future
         future.cancel()
         return future
 
     def store(self, job: StoreJob) -> bool:
         """Queue a store; False if the queue is full or the pool is closed."""
-        with self._wake:
+        with self._lock:
             full = self._stores and self._queued_bytes + job.size_bytes > self._max_queued_bytes
             if self._closed or full:
                 return False
             self._stores.append(job)
             self._queued_bytes += job.size_bytes
-            self._wake.notify_all()
+            self._for_all.notify()
             return True
 
     @property
     def num_loads(self) -> int:
         """Loads that wait for a thread."""
-        with self._wake:
+        with self._lock:
             return len(self._loads)
 
     @property
     def num_stores(self) -> int:
         """Stores that wait for a thread."""
-        with self._wake:
+        with self._lock:
             return len(self._stores)
 
     @property
     def queued_bytes(self) -> int:
         """Memory that waiting stores hold."""
-        with self._wake:
+        with self._lock:
             return self._queued_bytes
 
     def longest_running_s(self) -> float:
         """For how long the oldest job that has started is running; 0.0 if none is."""
-        with self._wake:
+        with self._lock:
             return time.monotonic() - min(self._running.values()) if self._running else 0.0
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until every queue is empty and no job runs; False if the time is over first."""
-        with self._wake:
-            return self._wake.wait_for(
-                lambda: not (self._loads or self._stores or self._running), timeout_s
-            )
+        with self._lock:
+            return self._for_idle.wait_for(self._is_idle_locked, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Finish what is queued until the deadline, then shed the rest and end the threads."""
         deadline = time.monotonic() + timeout_s
         self.wait_idle(timeout_s)
-        with self._wake:
+        with self._lock:
             self._closed = True
             loads, self._loads = self._loads, deque()
             stores, self._stores = self._stores, deque()
             self._queued_bytes = 0
-            self._wake.notify_all()
+            for waiting in (self._for_loads, self._for_all, self._for_idle):
+                waiting.notify_all()
         for job in stores:
             job.drop()
         for future, _ in loads:
             future.cancel()
         for thread in self._threads:
             thread.join(max(0.1, deadline - time.monotonic()))
+
+    def _is_idle_locked(self) -> bool:
+        return not (self._loads or self._stores or self._running)
 
     def _work(self, index: int) -> None:
         while True:
@@ -150,14 +158,15 @@ class IOPool:
                 self._on_error()
                 _log.exception("a store failed in %s", threading.current_thread().name)
             del run  # it refers to memory of the pool
-            with self._wake:
+            with self._lock:
                 del self._running[index]
-                self._wake.notify_all()
+                if self._is_idle_locked():
+                    self._for_idle.notify_all()
 
     def _next(self, index: int) -> Callable[[], None] | None:
         """The next job of this thread, None at the end. Only an idle thread waits here."""
         run: Callable[[], None]
-        with self._wake:
+        with self._lock:
             while True:
                 if self._loads:
                     run = partial(_run_load, *self._loads.popleft())
@@ -168,7 +177,7 @@ class IOPool:
                 elif self._closed:
                     return None
                 else:
-                    self._wake.wait()
+                    (self._for_all if index else self._for_loads).wait()
                     continue
                 self._running[index] = time.monotonic()
                 return run

@@ -80,7 +80,7 @@ class Value:
         return len(self._header) + memoryview(self.payload).nbytes
 
     def sending(self, payload_bytes: int) -> None:
-        """The first ``payload_bytes`` bytes of the payload are about to be sent.
+        """The first ``payload_bytes`` bytes of the payload are about to be sent, or just were.
 
         For clients that can send the header last: what it has to know of these bytes is taken while
         they are in the processor's cache.

@@ -66,10 +66,10 @@ class DirectoryConnector(RemoteConnector):
         if url.options or url.user or url.password:
             raise ConfigError("file:// has no options, user or password")
         self.description = url.masked
-        self._root = Path(url.path)
+        self._root = url.path.rstrip("/")
         self._ttl_s = options.ttl_s
         self._max_value_bytes = options.max_value_bytes
-        self._temp = self._root / "kvkeep-tmp"
+        self._temp = f"{self._root}/kvkeep-tmp"
         self._writer = f"{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
         self._numbers = itertools.count()
         self._clean_at = 0.0  # when old temporary files are looked for next; a race costs one look
@@ -105,16 +105,15 @@ class DirectoryConnector(RemoteConnector):
 
     def _put(self, name: str, value: Value, deadline: float) -> Refusal | None:
         path = self._path(name)
-        temp = self._temp / f"{self._writer}-{next(self._numbers)}{TEMP_SUFFIX}"
+        temp = f"{self._temp}/{self._writer}-{next(self._numbers)}{TEMP_SUFFIX}"
         with _as_store_errors("put"):
             try:
-                self._make_folders(path)
-                fd = os.open(temp, _WRITE_FLAGS, 0o600)
+                fd = self._open_new(temp)
                 try:
                     _write(fd, value, deadline)
                 finally:
                     os.close(fd)  # which may be where a shared file system says that it is full
-                os.rename(temp, path)
+                self._rename(temp, path)
             except (OSError, BackendTimeoutError) as error:
                 with contextlib.suppress(OSError):
                     os.unlink(temp)
@@ -190,7 +189,7 @@ class DirectoryConnector(RemoteConnector):
         """See the interface."""
         top, _, _ = prefix.rpartition("/")
         with _as_store_errors("list"):
-            for folder, _, files in os.walk(self._root / top, onerror=_raise_if_there):
+            for folder, _, files in os.walk(f"{self._root}/{top}", onerror=_raise_if_there):
                 place = Path(folder).relative_to(self._root).parent  # without the fan
                 for file in files:
                     name = f"{place.as_posix()}/{file.removesuffix(VALUE_SUFFIX)}"
@@ -205,23 +204,39 @@ class DirectoryConnector(RemoteConnector):
     def close(self) -> None:
         """See the interface: nothing is open between calls."""
 
-    def _path(self, name: str) -> Path:
+    def _path(self, name: str) -> str:
         """Where a value is. Names come from RemoteBackend, and still cannot leave the directory."""
-        *folders, last = name.split("/")
-        if any(part in ("", ".", "..") or "\0" in part for part in (*folders, last)):
+        parts = name.split("/")
+        if "\0" in name or not {"", ".", ".."}.isdisjoint(parts):
             raise ValueError(f"{name!r} is no name of a value")
-        return self._root.joinpath(*folders, last[:_FAN_DIGITS], last + VALUE_SUFFIX)
+        last = parts.pop()
+        return "/".join((self._root, *parts, last[:_FAN_DIGITS], last + VALUE_SUFFIX))
 
-    def _make_folders(self, path: Path) -> None:
-        """Make what is missing below the root, never the root."""
-        missing = [self._temp] if not self._temp.is_dir() else []
-        folder = path.parent
-        while folder != self._root and not folder.is_dir():
+    def _open_new(self, temp: str) -> int:
+        """A descriptor of a new file; its folder is made if it is missing."""
+        try:
+            return os.open(temp, _WRITE_FLAGS, 0o600)
+        except FileNotFoundError:
+            self._make_folder(self._temp)
+            return os.open(temp, _WRITE_FLAGS, 0o600)
+
+    def _rename(self, temp: str, path: str) -> None:
+        """Put a file where it belongs; the folders there are made if they are missing."""
+        try:
+            os.rename(temp, path)
+        except FileNotFoundError:
+            self._make_folder(os.path.dirname(path))
+            os.rename(temp, path)
+
+    def _make_folder(self, folder: str) -> None:
+        """Make a folder and what is missing between the root and it, never the root."""
+        missing = []
+        while folder != self._root and not os.path.isdir(folder):
             missing.append(folder)
-            folder = folder.parent
-        for folder in reversed(missing):
+            folder = os.path.dirname(folder)
+        for one in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
+                os.mkdir(one, 0o700)
 
     def _is_old(self, there: os.stat_result) -> bool:
         """Its time to live is over, by the clock of whoever wrote it."""
@@ -247,8 +262,8 @@ def _write(fd: int, value: Value, deadline: float) -> None:
     payload = memoryview(value.payload).cast("B")
     start = value.size_bytes - len(payload)
     for position, piece in pieces(payload, start):
-        value.sending(position + len(piece))
         _write_all(fd, piece, start + position, deadline)
+        value.sending(position + len(piece))
     _write_all(fd, memoryview(value.header), 0, deadline)
 
 
