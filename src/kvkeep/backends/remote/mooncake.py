@@ -7,7 +7,7 @@ goes through the client's own buffer.
 The library's calls cannot be ended: with a master that is frozen they take 30 s, with a frozen
 machine of the pool about a minute. They run as :class:`UnendingCalls`; a late one keeps the memory
 that it writes into. One that sends a chunk may still read its memory: what it then sends does not
-verify.
+verify. They spin while they wait, so half of the cores move payloads at once, and no more.
 
 An object that was read or asked for has a lease of some seconds, under which the master neither
 evicts nor removes it. That is for readers that trust what they read. kvkeep's readers verify, and a
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ from kvkeep.backends.remote.mooncake_client import MooncakeClient, Place
 from kvkeep.backends.remote.mooncake_memory import HeaderSlots, address_of
 from kvkeep.backends.remote.mooncake_url import MooncakeOptions
 from kvkeep.backends.remote.reports import TIER
+from kvkeep.backends.remote.turns import Turns
 from kvkeep.backends.remote.unending_calls import UnendingCalls
 from kvkeep.codec.frame import Buffer
 from kvkeep.config.store_url import RemoteURL
@@ -71,6 +73,7 @@ class MooncakeConnector(RemoteConnector):
         self._options = MooncakeOptions.of(url, options)
         self._max_value_bytes = options.max_value_bytes
         self._calls = UnendingCalls("kvkeep-mooncake", most_late=2 * options.connections)
+        self._turns = Turns(max(1, len(os.sched_getaffinity(0)) // 2))
         self._slots = HeaderSlots(4 * _AT_ONCE * options.connections)
         self._client = MooncakeClient(self._options, options.connect_timeout_s)
         self._client.register(self._slots.memory.data)
@@ -143,7 +146,7 @@ class MooncakeConnector(RemoteConnector):
             def send(client: MooncakeDistributedStore) -> list[int]:
                 return list(client.batch_put_from_multi_buffers(names, addresses, lengths))
 
-            return self._call(send, deadline, keep)
+            return self._transfer(send, deadline, keep)
 
     # -- get ---------------------------------------------------------------------------------
 
@@ -209,7 +212,7 @@ class MooncakeConnector(RemoteConnector):
                 codes = client.batch_get_into_multi_buffers(some, addresses, lengths)
                 return list(codes), client_of.places(client, some)
 
-            codes, after = self._call(read, deadline, keep)
+            codes, after = self._transfer(read, deadline, keep)
             failed = 0
             for number, (index, place, memory) in enumerate(wanted):
                 is_whole = client_of.was_read(codes[number], place.size_bytes)
@@ -258,6 +261,16 @@ class MooncakeConnector(RemoteConnector):
         keep: Callable[[], Sequence[Callable[[], None]]] = tuple,
     ) -> T:
         return self._calls.call(lambda: run(self._client.ready(deadline)), deadline, keep)
+
+    def _transfer(
+        self,
+        run: Callable[[MooncakeDistributedStore], T],
+        deadline: float,
+        keep: Callable[[], Sequence[Callable[[], None]]],
+    ) -> T:
+        """A call that moves payloads, when it is its turn."""
+        with self._turns.turn(deadline):
+            return self._call(run, deadline, keep)
 
     def _is_registered(self, value: Value) -> bool:
         return len(value.header) == HEADER_BYTES and self._lies_in_pool(value.payload)
