@@ -22,6 +22,8 @@ _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 _lock = threading.Lock()
 _open = 0  # guarded by _lock
 _handler: logging.Handler | None = None  # guarded by _lock
+#: Handlers, level and propagation that kvkeep's loggers had, for the end.
+_before: dict[str, tuple[list[logging.Handler], int, bool]] = {}  # guarded by _lock
 
 
 class JsonFormatter(logging.Formatter):
@@ -68,7 +70,8 @@ def _begin() -> None:
         _handler.setFormatter(JsonFormatter())
         for name in LOGGERS:
             logger = logging.getLogger(name)
-            logger.addHandler(_handler)
+            _before[name] = logger.handlers, logger.level, logger.propagate
+            logger.handlers = [_handler]
             logger.propagate = False
             if logger.level == logging.NOTSET:
                 logger.setLevel(logging.INFO)
@@ -82,8 +85,7 @@ def _end() -> None:
             return
         for name in LOGGERS:
             logger = logging.getLogger(name)
-            logger.removeHandler(_handler)
-            logger.propagate = True
-            logger.setLevel(logging.NOTSET)
+            logger.handlers, level, logger.propagate = _before.pop(name)
+            logger.setLevel(level)
         _handler.close()
         _handler = None

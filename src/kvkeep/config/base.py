@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 
 
 def lower(value: object) -> object:
@@ -12,6 +13,23 @@ def lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+def _no_empty_path(value: object) -> object:
+    """A path as it is given; an empty text would be the current directory."""
+    if isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise ValueError("write a path, or leave the setting out")
+    return value
+
+
+def _from_home(path: Path) -> Path:
+    """A path in which ``~`` is the user's home."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError("~ stands for no home that is known; write the whole path") from error
+
+
+#: A path as people write it.
+OwnPath = Annotated[Path, BeforeValidator(_no_empty_path), AfterValidator(_from_home)]
 _CODEC_NAMES = ["raw", "zstd", "fp8", "int8"]
 CodecName = Annotated[
     Literal["raw", "zstd", "fp8", "int8"],

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kvkeep.config.base import Frozen
+from kvkeep.config.base import Frozen, OwnPath
 
 _TCP = re.compile(r"(\[[0-9a-fA-F:]+\]|[0-9.]+|localhost):([0-9]{1,5})")
 _UNIX = "unix:"
@@ -63,10 +63,10 @@ class MetricsSettings(Frozen):
         description="What the scraper sends as its bearer token; at least 16 characters. A secret: "
         "better in a file or the environment than on a command line.",
     )
-    tls_cert: Path | None = Field(
+    tls_cert: OwnPath | None = Field(
         None, strict=False, description="Certificate chain of the endpoint, a PEM file."
     )
-    tls_key: Path | None = Field(
+    tls_key: OwnPath | None = Field(
         None, strict=False, description="Private key of the certificate, a PEM file."
     )
 

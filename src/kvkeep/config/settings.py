@@ -7,12 +7,11 @@ Immutable, so any thread may read them. ``docs/configuration.md`` shows the desc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from kvkeep.config.base import CodecName, Frozen, lower
+from kvkeep.config.base import CodecName, Frozen, OwnPath, lower
 from kvkeep.config.cost import CostSettings
 from kvkeep.config.observing import LogSettings, MetricsSettings, TracingSettings
 from kvkeep.config.prefetch import LoadSettings, PrefetchSettings
@@ -142,7 +141,7 @@ class CpuSettings(Frozen):
 class DiskSettings(Frozen):
     """The tier on a local disk, see docs/disk.md."""
 
-    path: Path | None = Field(
+    path: OwnPath | None = Field(
         None,
         strict=False,
         description="Directory of the disk tier, on a local file system; several processes may "
@@ -189,7 +188,7 @@ class LookupSettings(Frozen):
         description="How long a lookup protects what it found from eviction if nothing ends it "
         "earlier.",
     )
-    socket_dir: Path | None = Field(
+    socket_dir: OwnPath | None = Field(
         None,
         strict=False,
         description="Where the lookup sockets are made, in a private directory. Unset: "

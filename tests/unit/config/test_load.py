@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -369,3 +370,10 @@ def test_two_plugins_need_two_names():
     plugin = {"name": "far", "module": "a:B"}
     with pytest.raises(ConfigError, match="plugins gives a name twice"):
         load_settings(extra={"plugins": [plugin, plugin]})
+
+
+@pytest.mark.parametrize("how", ["env", "extra"])
+def test_a_tilde_is_the_users_home(how, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/of-somebody")
+    given = {"env": {"KVKEEP_DISK_PATH": "~/kv"}, "extra": {"disk.path": "~/kv"}}
+    assert load_settings(**{how: given[how]}).disk.path == Path("/home/of-somebody/kv")

@@ -32,6 +32,7 @@ from kvkeep.connectors.vllm.metadata import SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.place import stores_on_first_rank_only
 from kvkeep.connectors.vllm.scheduler import SchedulerSide
 from kvkeep.connectors.vllm.settings import check_codecs, engine_settings
+from kvkeep.connectors.vllm.showing import share_log
 from kvkeep.connectors.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.connectors.vllm.worker import WorkerSide
 from kvkeep.errors import KVKeepError, LayoutError
@@ -86,6 +87,7 @@ class KVKeepConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is unty
             ConfigError: a setting is wrong.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        share_log()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._lost_blocks: set[int] = set()  # promised to this step by mistake
