@@ -24,6 +24,7 @@ from kvkeep.backends.disk import ledger
 from kvkeep.backends.disk.names import chunk_name, key_of, owner_of
 from kvkeep.backends.remote import value_names
 from kvkeep.backends.remote.load import ChunkLoad, LoadRules
+from kvkeep.backends.remote.redis_pieces import PieceReader
 from kvkeep.backends.remote.redis_wire import RedisWire
 from kvkeep.backends.remote.reports import RemoteReports
 from kvkeep.codec.frame import (
@@ -52,6 +53,7 @@ from kvkeep.ranks import messages as rank_messages
 from kvkeep.ranks.channel import Channel
 from kvkeep.replay.formats import read_workload
 from kvkeep.replay.trace import parse_trace
+from kvkeep.testing.stores import TestingSink
 
 Target = Callable[[bytes], None]
 
@@ -270,7 +272,9 @@ def redis_answer(data: bytes) -> None:
     wire = RedisWire(ours, time.monotonic() + 5)
     try:
         while True:
-            if data[:1] == b"$":
+            if data[:1] == b":":
+                PieceReader(wire, [("name", TestingSink())], 4096).read(0)
+            elif data[:1] == b"$":
                 size = wire.read_size()
                 if isinstance(size, int):
                     wire.read_value(memoryview(bytearray(min(size, 4096))))

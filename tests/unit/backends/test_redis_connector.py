@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvkeep.backends.remote.base import Refusal, Value
+from kvkeep.backends.io.pieces import PIECE_BYTES
+from kvkeep.backends.remote.base import HEADER_BYTES, Refusal, Value
 from kvkeep.backends.remote.names import create_connector
 from kvkeep.backends.remote.redis_connector import MAX_STRING_BYTES
 from kvkeep.config.store_url import RemoteURL
@@ -217,6 +218,121 @@ def test_a_lookup_is_one_round_trip(connector, server):
     connector.sizes(names, WAIT_S)
     after = info(server, "stats", "total_reads_processed")
     assert after - before < 40
+
+
+# -- large values, piece by piece ----------------------------------------------------------------
+
+#: Of four pieces, the last one short.
+LARGE_BYTES = 3 * PIECE_BYTES + 1000
+
+
+class ActingSink(TestingSink):
+    """A sink that does something once the first piece is in."""
+
+    def __init__(self, act):
+        super().__init__()
+        self._act = act
+
+    def filled(self, payload_bytes):
+        super().filled(payload_bytes)
+        if payload_bytes >= PIECE_BYTES - HEADER_BYTES and self._act is not None:
+            act, self._act = self._act, None
+            act()
+
+
+def commands_of(server):
+    """How often each command was called, by its name."""
+    text = server.command("INFO", "commandstats").decode()
+    return {name: int(calls) for name, calls in re.findall(r"cmdstat_(\w+):calls=(\d+)", text)}
+
+
+def test_a_large_value_comes_in_pieces(connector, server):
+    """No answer is larger than a piece: the server's memory for it stays in the cache."""
+    values = [random_value(size, size) for size in (300, PIECE_BYTES, PIECE_BYTES + 1, LARGE_BYTES)]
+    names = NAMES[:4]
+    connector.put(names, values, WAIT_S)
+    server.command("CONFIG", "RESETSTAT")
+    before = info(server, "stats", "total_connections_received")
+    assert read(connector, names) == [bytes_of_value(value) for value in values]
+    counts = commands_of(server)
+    assert "get" not in counts
+    assert counts["strlen"] == 4
+    assert counts["getrange"] == 4 + (1 + 1) + (3 + 1)  # first pieces, others, headers again
+    assert info(server, "stats", "total_connections_received") - before <= 3
+
+
+def test_small_chunks_are_read_whole(server):
+    """One command each, where no value can be larger than a piece."""
+    connector = connect(server.url, max_value_bytes=HEADER_BYTES + PIECE_BYTES)
+    value = random_value(5000)
+    connector.put(NAMES[:1], [value], WAIT_S)
+    server.command("CONFIG", "RESETSTAT")
+    assert read(connector, NAMES[:1]) == [bytes_of_value(value)]
+    counts = commands_of(server)
+    assert counts["get"] == 1
+    assert "getrange" not in counts
+    connector.close()
+
+
+@pytest.mark.parametrize("size_bytes", [LARGE_BYTES, LARGE_BYTES - 1000, LARGE_BYTES + 1000])
+def test_a_value_that_is_replaced_between_its_pieces_is_unfinished(connector, server, size_bytes):
+    """It is a miss: never a mixture of both, and not taken for damage."""
+    old, new = random_value(LARGE_BYTES, 1), random_value(size_bytes, 2)
+    other = connect(server.url)
+    connector.put(NAMES[:1], [old], WAIT_S)
+    sink, after = ActingSink(lambda: other.put(NAMES[:1], [new], WAIT_S)), TestingSink()
+    connector.put(NAMES[1:2], [old], WAIT_S)
+    connector.get(NAMES[:2], [sink, after], WAIT_S)
+    assert sink.header == old.header
+    assert not sink.is_finished
+    assert sink.failure is None
+    assert after.data == bytes_of_value(old)
+    assert read(connector, NAMES[:1]) == [bytes_of_value(new)]
+    other.close()
+
+
+@pytest.mark.parametrize("command", [("DEL",), ("RPUSH", "x")])
+def test_a_value_that_goes_between_its_pieces_is_unfinished(connector, server, command):
+    """Evicted, or a list now: the answers that follow are the next value's."""
+    value = random_value(LARGE_BYTES)
+    connector.put(NAMES[:2], [value, value], WAIT_S)
+
+    def go():
+        server.command("DEL", NAMES[0])
+        server.command(command[0], NAMES[0], *command[1:])
+
+    sink, after = ActingSink(go), TestingSink()
+    connector.get(NAMES[:2], [sink, after], WAIT_S)
+    assert not sink.is_finished
+    assert after.data == bytes_of_value(value)
+
+
+def test_a_large_value_that_is_refused_is_not_read_to_its_end(connector, server):
+    """What was asked for is skipped, and the next answer is the next value's."""
+    values = [random_value(LARGE_BYTES, seed) for seed in range(3)]
+    connector.put(NAMES[:3], values, WAIT_S)
+    server.command("CONFIG", "RESETSTAT")
+    sinks = [TestingSink(), TestingSink(refuse=True), TestingSink()]
+    connector.get(NAMES[:3], sinks, WAIT_S)
+    wanted = [bytes_of_value(values[0]), None, bytes_of_value(values[2])]
+    assert [sink.data for sink in sinks] == wanted
+    assert commands_of(server)["getrange"] == 5 + 2 + 5
+
+
+@pytest.mark.parametrize("refused", ["getrange", "strlen"])
+def test_a_user_who_may_not_ask_for_pieces_gets_whole_values(server, refused):
+    """Rules that were written before there were pieces go on working; no value is removed."""
+    server.command("FLUSHALL")
+    rules = ["on", ">pw", "~*", "+@all", f"-{refused}"]
+    server.command("ACL", "SETUSER", "limited", *rules)
+    connector = connect(f"redis://limited:pw@127.0.0.1:{server.port}")
+    values = [random_value(LARGE_BYTES, seed) for seed in range(3)]
+    connector.put(NAMES[:3], values, WAIT_S)
+    sinks = [TestingSink() for _ in range(4)]
+    connector.get(NAMES[:4], sinks, WAIT_S)
+    assert [sink.data for sink in sinks] == [*map(bytes_of_value, values), None]
+    assert [sink.failure for sink in sinks] == [None] * 4
+    connector.close()
 
 
 # -- connections ---------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from kvkeep.backends.io.pieces import PIECE_BYTES
 from kvkeep.backends.remote.base import (
     HEADER_BYTES,
     ConnectorOptions,
@@ -33,6 +34,7 @@ from kvkeep.backends.remote.base import (
     Value,
     ValueSink,
 )
+from kvkeep.backends.remote.redis_pieces import PieceReader
 from kvkeep.backends.remote.redis_servers import open_servers
 from kvkeep.backends.remote.redis_wire import ErrorReply, RedisWire, command, set_command
 from kvkeep.backends.remote.reports import TIER
@@ -50,6 +52,8 @@ _WINDOW_BYTES = 4 << 20
 _PROBE = "kvkeep-v1"
 #: Errors that say: this name is another server's now.
 _ELSEWHERE = frozenset({"MOVED", "ASK", "TRYAGAIN"})
+#: Errors of a server that gives whole values only, or lets this user have nothing else.
+_NO_PIECES = frozenset({"NOPERM", "ERR"})
 #: Errors after which a server is alive and lets us ask.
 _ALIVE = _ELSEWHERE | {"WRONGTYPE"}
 #: Errors of the server as a whole.
@@ -78,6 +82,8 @@ class RedisConnector(RemoteConnector):
         self.description = url.masked
         self._servers = open_servers(url, options)
         self._max_value_bytes = options.max_value_bytes
+        #: Values may be larger than a piece, and no server has refused to give pieces.
+        self._reads_pieces = options.max_value_bytes > HEADER_BYTES + PIECE_BYTES
         self._ttl_ms = None if options.ttl_s is None else max(1, round(options.ttl_s * 1000))
 
     def sizes(self, names: Sequence[str], timeout_s: float) -> list[int]:
@@ -167,7 +173,8 @@ class RedisConnector(RemoteConnector):
             for pool, indexes in self._servers.by_pool(names):
                 rest = [(names[index], sinks[index]) for index in indexes]
                 while rest:
-                    rest = rest[self._get_some(pool, rest, deadline, elsewhere) :]
+                    get = self._get_pieces if self._reads_pieces else self._get_some
+                    rest = rest[get(pool, rest, deadline, elsewhere) :]
             for name, sink in elsewhere:
                 self._get_elsewhere(name, sink)
 
@@ -192,11 +199,7 @@ class RedisConnector(RemoteConnector):
                     sent += len(some)
                 size = wire.read_size()
                 if isinstance(size, ErrorReply):
-                    self._raise_server_error(size)
-                    if size.code in _ELSEWHERE:
-                        elsewhere.append((name, sink))
-                    else:
-                        sink.fail("wrong_type")
+                    self._note_error(size, (name, sink), elsewhere)
                 elif size is not None and size > self._max_value_bytes:
                     sink.begin(b"", size)
                     return done + 1
@@ -204,6 +207,34 @@ class RedisConnector(RemoteConnector):
                     _read_value(wire, size, sink)
                     window = min(_MOST_WINDOW, max(_LEAST_WINDOW, _WINDOW_BYTES // max(1, size)))
         return len(wanted)
+
+    def _get_pieces(
+        self,
+        pool: ConnectionPool,
+        wanted: Sequence[_Wanted],
+        deadline: float,
+        elsewhere: list[_Wanted],
+    ) -> int:
+        """The same piece by piece; the rest is not dealt with where that is not allowed."""
+        with _borrowed(pool, deadline) as wire:
+            reader = PieceReader(wire, wanted, self._max_value_bytes)
+            for done, one in enumerate(wanted):
+                error = reader.read(done)
+                if error is None:
+                    continue
+                if error.code in _NO_PIECES:
+                    self._reads_pieces = False
+                    return done
+                self._note_error(error, one, elsewhere)
+        return len(wanted)
+
+    def _note_error(self, error: ErrorReply, wanted: _Wanted, elsewhere: list[_Wanted]) -> None:
+        """A server's answer for one value is an error."""
+        self._raise_server_error(error)
+        if error.code in _ELSEWHERE:
+            elsewhere.append(wanted)
+        else:
+            wanted[1].fail("wrong_type")
 
     def _get_elsewhere(self, name: str, sink: ValueSink) -> None:
         data = self._servers.client().get(name)
