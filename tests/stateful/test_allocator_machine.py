@@ -49,7 +49,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.entries: list[Entry] = []
         self.dead: list = []
         self.patterns = itertools.cycle(range(1, 256))
-        self.releases = 0
+        self.count_before = 0  # release_count at the last look
+        self.is_released = False  # something went back since then
 
     def _add(self, obj):
         entry = Entry(obj, next(self.patterns))
@@ -124,7 +125,7 @@ class AllocatorMachine(RuleBasedStateMachine):
                 release()
             return
         release()
-        self.releases += 1
+        self.is_released = True
         if pins:
             entry.pins -= 1
         else:
@@ -143,7 +144,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             entry.refs -= 1
         for entry in with_pins:
             entry.pins -= 1
-        self.releases += len(with_refs) + len(with_pins)
+        self.is_released |= bool(with_refs or with_pins)
         self._sweep()
 
     def _sweep(self):
@@ -166,7 +167,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert report == self.allocator.usage()
         assert report.num_objects == len(self.entries)
         assert report.used_bytes + report.free_bytes == report.capacity_bytes
-        assert self.allocator.release_count == self.releases
+        count = self.allocator.release_count
+        assert (count > self.count_before) == self.is_released
+        self.count_before, self.is_released = count, False
         for entry in self.entries:
             assert (entry.obj.ref_count, entry.obj.pin_count) == (entry.refs, entry.pins)
             assert (entry.obj.array == entry.pattern).all()

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -105,14 +106,14 @@ class LocalCPUBackend(AllocatorBackendInterface):
         """
         with self._lock:
             hot_cache = self.hot_cache
-            found = next((n for n, key in enumerate(keys) if key not in hot_cache), len(keys))
+            found = len(list(takewhile(hot_cache.__contains__, keys)))
             if found < len(keys):
                 self._policy.note_chain(keys[max(found - 1, 0) :])
             if pin is None:
                 return found
-            entries = [(key, hot_cache[key]) for key in keys[:found]]
-            pinned = [obj for _, obj in entries]
+            pinned = list(map(hot_cache.__getitem__, keys[:found]))
             batched_pin(pinned)
+        entries = list(zip(keys, pinned, strict=False))
         if entries and not pin.add_all(self, entries):
             batched_unpin(pinned)
             return 0
@@ -174,10 +175,8 @@ class LocalCPUBackend(AllocatorBackendInterface):
     def _touch_locked(self, keys: Sequence[ChunkKey]) -> None:
         self._note_used_locked()
         hot_cache = self.hot_cache
-        update = self._policy.update_on_hit
-        for key in reversed(keys):
-            if key in hot_cache:
-                update(key, hot_cache)
+        here = [key for key in reversed(keys) if key in hot_cache]
+        self._policy.update_on_hits(here, hot_cache)
 
     def remove(self, key: ChunkKey) -> bool:
         """Take one chunk out of the index; see the interface."""
@@ -210,11 +209,10 @@ class LocalCPUBackend(AllocatorBackendInterface):
     def _note_used_locked(self) -> None:
         """Note the use of what was unpinned, in the order of the leases' ends."""
         hot_cache = self.hot_cache
-        update = self._policy.update_on_hit
         while self._used:
-            for key, obj in reversed(self._used.popleft()):
-                if hot_cache.get(key) is obj:
-                    update(key, hot_cache)
+            used = reversed(self._used.popleft())
+            here = [key for key, obj in used if hot_cache.get(key) is obj]
+            self._policy.update_on_hits(here, hot_cache)
 
     def clear(self) -> int:
         """Take everything out of the index; returns how many chunks there were."""

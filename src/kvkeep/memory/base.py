@@ -69,7 +69,8 @@ class MemoryObj:
     """A view of pool memory that is given back when nobody references or pins it.
 
     It starts with one reference, which belongs to whoever allocated it. There are as many as chunks
-    in a pool, so it holds no view of its bytes: each use makes one.
+    in a pool, so it holds no view of its bytes: each use makes one. Its counts are changed here and
+    in :mod:`kvkeep.memory.batches` alone.
 
     Attributes:
         metadata: what it holds.
@@ -111,7 +112,7 @@ class MemoryObj:
         """
         memory = self._memory
         if memory is None:
-            raise self._given_back()
+            raise self.given_back()
         return memory[self.offset : self.offset + self.metadata.size_bytes]
 
     @property
@@ -205,38 +206,50 @@ class MemoryObj:
     def ref_up_locked(self) -> None:
         """Like :meth:`ref_count_up`, with the allocator's ``count_lock`` held."""
         if self._memory is None:
-            raise self._given_back()
+            raise self.given_back()
         self._refs += 1
 
     def ref_down_locked(self) -> None:
         """Like :meth:`ref_count_down`, with ``count_lock`` held."""
         if self._refs < 1:
-            raise OwnershipError(f"reference to memory at {self.offset} was released twice")
+            raise self.released_twice("reference to")
         self._refs -= 1
         self._note_release_locked()
 
     def pin_locked(self) -> None:
         """Like :meth:`pin`, with ``count_lock`` held."""
         if self._memory is None:
-            raise self._given_back()
+            raise self.given_back()
         self._pins += 1
 
     def unpin_locked(self) -> None:
         """Like :meth:`unpin`, with ``count_lock`` held."""
         if self._pins < 1:
-            raise OwnershipError(f"pin on memory at {self.offset} was released twice")
+            raise self.released_twice("pin on")
         self._pins -= 1
         self._note_release_locked()
 
     def _note_release_locked(self) -> None:
-        if self._refs or self._pins or self._is_over:
+        if self._refs or self._pins:
+            self.owner.note_release_locked(None)
+        else:
+            self.give_back_locked()
+
+    def give_back_locked(self) -> None:
+        """No reference or pin is left: give the memory back, once."""
+        if self._is_over:
             self.owner.note_release_locked(None)
         else:
             self._is_over = True
             self._memory = None
             self.owner.note_release_locked(self)
 
-    def _given_back(self) -> OwnershipError:
+    def released_twice(self, what: str) -> OwnershipError:
+        """The error for a reference or pin that is given back and was not held."""
+        return OwnershipError(f"{what} memory at {self.offset} was released twice")
+
+    def given_back(self) -> OwnershipError:
+        """The error for a use after the memory was given back."""
         return OwnershipError(f"memory at offset {self.offset} was used after it was given back")
 
     def __repr__(self) -> str:
@@ -279,7 +292,7 @@ class MemoryAllocatorInterface(ABC):
 
     @abstractmethod
     def note_release_locked(self, ended: MemoryObj | None) -> None:
-        """A reference or pin was given back; called by MemoryObj alone, with ``count_lock`` held.
+        """References or pins were given back; called with ``count_lock`` held, within memory/.
 
         Takes the memory of ``ended`` back if it is given, and wakes :meth:`wait_for_release`.
         """
@@ -287,7 +300,7 @@ class MemoryAllocatorInterface(ABC):
     @property
     @abstractmethod
     def release_count(self) -> int:
-        """Number of releases so far; every reference or pin given back is one."""
+        """Number of releases so far. References or pins that go back in one batch may be one."""
 
     @abstractmethod
     def wait_for_release(self, seen: int, timeout_s: float) -> bool:

@@ -55,6 +55,16 @@ class CachePolicy(ABC, Generic[V]):
     def update_on_hit(self, key: ChunkKey, mapping: MutableMapping[ChunkKey, V]) -> None:
         """``key``, which is in the mapping, was used."""
 
+    def update_on_hits(
+        self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]
+    ) -> None:
+        """``keys``, which are in the mapping, were used one after the other.
+
+        The same as :meth:`update_on_hit` for each; a policy may be quicker with all of them.
+        """
+        for key in keys:
+            self.update_on_hit(key, mapping)
+
     @abstractmethod
     def update_on_force_evict(self, key: ChunkKey) -> None:
         """``key`` was just removed from the mapping, by eviction or on purpose."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import pairwise
 from typing import ClassVar
@@ -38,10 +38,12 @@ from kvkeep.policy.reuse_model import (
     ReuseModel,
 )
 from kvkeep.policy.reuse_state import (
+    HAS_NEXT,
     PARTS,
     class_of,
     epoch_of,
     history_after_use,
+    least_state,
     new_state,
     queue_number,
     queue_of,
@@ -126,12 +128,15 @@ class ReusePolicy(CachePolicy[V]):
             self._model.start_waiting(chunk_class)
         else:
             state = self._after_use(gone)
+            self._note_use(gone, state, 1)
+        if key in self._num_after:
+            state |= HAS_NEXT
+        else:
+            self._add_end(key, queue_of(state))
         self._stored[key] = state
         if before is not None:
             self._before[key] = before
             self._add_successor(before)
-        if key not in self._num_after:
-            self._add_end(key, queue_of(state))
         self._epoch_part += EPOCHS_PER_TURNOVER / max(len(self._stored), _MIN_CHUNKS)
         while self._epoch_part >= 1:
             self._epoch_part -= 1
@@ -139,26 +144,49 @@ class ReusePolicy(CachePolicy[V]):
 
     def update_on_hit(self, key: ChunkKey, mapping: MutableMapping[ChunkKey, V]) -> None:
         """Move the chunk to the queue of those used now. Uses within one epoch count as one."""
-        state = self._stored[key]
-        queue = queue_of(state)
-        is_end = key not in self._num_after
-        if epoch_of(queue) == self._epoch:
-            if key in self._aside:
-                self._aside.remove(key)
-                self._add_end(key, queue)
-            elif is_end:
-                self._ends[queue].move_to_end(key)
-            return
-        if is_end:
-            self._drop_end(key, queue)
-        state = self._stored[key] = self._after_use(state)
-        if is_end:
-            self._add_end(key, queue_of(state))
+        self.update_on_hits((key,), mapping)
+
+    def update_on_hits(
+        self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]
+    ) -> None:
+        """The same for several chunks.
+
+        Among a million chunks much time goes by waiting for memory, so what is known of all of them
+        is looked up at once, where the processor waits for several. Chunks of one prompt have
+        mostly been used together, so what is known after the use is mostly computed once.
+        """
+        stored = self._stored
+        now = least_state(self._epoch)
+        after_of: dict[int, int] = {}
+        used: list[int] = []
+        for key, state in zip(keys, list(map(stored.__getitem__, keys)), strict=True):
+            if state >= now or stored[key] != state:  # used before in this epoch, or just now
+                if not state & HAS_NEXT:
+                    self._use_again(key, queue_of(stored[key]))
+                continue
+            used.append(state)
+            after = after_of.get(state)
+            if after is None:
+                after = after_of[state] = self._after_use(state) | state & HAS_NEXT
+            stored[key] = after
+            if not state & HAS_NEXT:
+                self._drop_end(key, queue_of(state))
+                self._add_end(key, queue_of(after))
+        for state, count in Counter(used).items():
+            self._note_use(state, after_of[state], count)
+
+    def _use_again(self, key: ChunkKey, queue: int) -> None:
+        """Note one more use, in the same epoch, of a chunk without a successor."""
+        if key in self._aside:
+            self._aside.remove(key)
+            self._add_end(key, queue)
+        else:
+            self._ends[queue].move_to_end(key)
 
     def update_on_force_evict(self, key: ChunkKey) -> None:
         """Remember the chunk by name; its predecessor may be the next candidate."""
         state = self._stored.pop(key)
-        if key not in self._num_after:
+        if not state & HAS_NEXT:
             self._drop_end(key, queue_of(state))
         self._gone[key] = state
         turnover = max(len(self._stored), _MIN_CHUNKS)
@@ -211,8 +239,9 @@ class ReusePolicy(CachePolicy[V]):
     def set_aside(self, keys: Sequence[ChunkKey], mapping: MutableMapping[ChunkKey, V]) -> None:
         """Take those that are ends out of their queues, until their use or the next epoch."""
         for key in keys:
-            if key not in self._num_after and key not in self._aside:
-                self._drop_end(key, queue_of(self._stored[key]))
+            state = self._stored[key]
+            if not state & HAS_NEXT and key not in self._aside:
+                self._drop_end(key, queue_of(state))
                 self._aside.add(key)
 
     def _ends_in_order(self) -> Iterator[tuple[Rank, ChunkKey]]:
@@ -239,30 +268,40 @@ class ReusePolicy(CachePolicy[V]):
         return index, queue
 
     def _after_use(self, state: int) -> int:
-        """Note a use of a chunk that is in no queue; returns what is known of it now."""
-        queue, epoch = queue_of(state), self._epoch
-        age = epoch - epoch_of(queue)
-        uses, interval = history_after_use(state, age)
+        """What is known of a chunk once it is used now; without a successor."""
+        uses, interval = history_after_use(state, self._age(state))
         chunk_class = class_of_used(uses, interval / _PARTS_PER_TURNOVER)
-        self._model.wait_again(class_of(queue), age, chunk_class)
-        return used_state(queue_number(epoch, chunk_class), uses, interval)
+        return used_state(queue_number(self._epoch, chunk_class), uses, interval)
+
+    def _note_use(self, state: int, after: int, count: int) -> None:
+        """Learn that so many chunks of one state were used, and of what state they are after it."""
+        was, is_now = class_of(queue_of(state)), class_of(queue_of(after))
+        self._model.wait_again(was, self._age(state), is_now, count)
+
+    def _age(self, state: int) -> int:
+        """Epochs since the last use."""
+        return self._epoch - epoch_of(queue_of(state))
 
     def _forget_oldest(self) -> None:
-        queue = queue_of(self._gone.popitem(last=False)[1])
-        self._model.forget(class_of(queue), self._epoch - epoch_of(queue))
+        state = self._gone.popitem(last=False)[1]
+        self._model.forget(class_of(queue_of(state)), self._age(state))
 
     def _add_successor(self, key: ChunkKey) -> None:
         number = self._num_after.get(key, 0) + 1
         self._num_after[key] = number
-        if number == 1 and key in self._stored:
-            self._drop_end(key, queue_of(self._stored[key]))
+        state = self._stored.get(key)
+        if state is not None and not state & HAS_NEXT:
+            self._drop_end(key, queue_of(state))
+            self._stored[key] = state | HAS_NEXT
 
     def _drop_successor(self, key: ChunkKey) -> None:
         self._num_after[key] -= 1
         if self._num_after[key] == 0:
             del self._num_after[key]
-            if key in self._stored:
-                self._add_end(key, queue_of(self._stored[key]), is_next=True)
+            state = self._stored.get(key)
+            if state is not None:
+                self._stored[key] = state & ~HAS_NEXT
+                self._add_end(key, queue_of(state), is_next=True)
 
     def _add_end(self, key: ChunkKey, number: int, *, is_next: bool = False) -> None:
         """Put the chunk into its queue, at the end, or at the start if it is to go next."""

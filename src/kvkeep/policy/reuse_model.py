@@ -96,13 +96,13 @@ class ReuseModel:
         if age < NUM_AGES:
             self._waiting[(self._epoch - age) % NUM_AGES * self._num_classes + chunk_class] -= 1
 
-    def wait_again(self, chunk_class: int, age: int, next_class: int) -> None:
-        """A chunk of a class was used at this age, and waits anew as one of ``next_class``."""
+    def wait_again(self, chunk_class: int, age: int, next_class: int, count: int) -> None:
+        """Chunks of a class were used at this age, and wait anew as ones of ``next_class``."""
         waiting, width = self._waiting, self._num_classes
         if age < NUM_AGES:
-            waiting[(self._epoch - age) % NUM_AGES * width + chunk_class] -= 1
-            self._new_uses[chunk_class * NUM_BUCKETS + BUCKET_OF_AGE[age]] += 1
-        waiting[self._epoch % NUM_AGES * width + next_class] += 1
+            waiting[(self._epoch - age) % NUM_AGES * width + chunk_class] -= count
+            self._new_uses[chunk_class * NUM_BUCKETS + BUCKET_OF_AGE[age]] += count
+        waiting[self._epoch % NUM_AGES * width + next_class] += count
 
     def end_epoch(self) -> None:
         """Everything that waits becomes an epoch older. The first epoch of a wait never counts."""

@@ -6,7 +6,8 @@ of names to numbers; so the engine never stands still for them. Pure functions.
 
     bits 0..2     uses, at most 7: nobody asks for more
     bits 3..26    typical interval between uses, in parts of an epoch; 0 before the second use
-    bits 27..     the queue: class in the lowest 6 bits, epoch of the last use above them
+    bit  27       a successor of the chunk is stored, so the chunk stands in no queue
+    bits 28..     the queue: class in the lowest 6 bits, epoch of the last use above them
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ _USES_BITS, _INTERVAL_BITS, _CLASS_BITS = 3, 24, 6
 _MAX_USES = (1 << _USES_BITS) - 1
 _MAX_INTERVAL = (1 << _INTERVAL_BITS) - 1
 _MAX_CLASS = (1 << _CLASS_BITS) - 1
-_QUEUE_SHIFT = _USES_BITS + _INTERVAL_BITS
+_QUEUE_SHIFT = _USES_BITS + _INTERVAL_BITS + 1
+#: Set where a successor of the chunk is stored.
+HAS_NEXT = 1 << _USES_BITS + _INTERVAL_BITS
 #: Parts of an epoch in which intervals are counted.
 PARTS = 1 << 12
 
@@ -33,6 +36,11 @@ def epoch_of(queue: int) -> int:
 def class_of(queue: int) -> int:
     """Class of a queue's chunks."""
     return queue & _MAX_CLASS
+
+
+def least_state(epoch: int) -> int:
+    """States of chunks that were last used in this epoch, or later, are not less; others are."""
+    return epoch << _CLASS_BITS + _QUEUE_SHIFT
 
 
 def new_state(queue: int) -> int:
@@ -67,5 +75,5 @@ def history_after_use(state: int, age: int) -> tuple[int, int]:
 
 
 def used_state(queue: int, uses: int, interval: int) -> int:
-    """A chunk with this history in a queue."""
-    return (queue << _INTERVAL_BITS | interval) << _USES_BITS | uses
+    """A chunk with this history in a queue, without a successor."""
+    return queue << _QUEUE_SHIFT | interval << _USES_BITS | uses

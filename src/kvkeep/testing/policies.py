@@ -203,6 +203,25 @@ class PolicyContract:
             if step % 100 == 0:
                 assert sorted(run.candidates(len(present) + 1)) == sorted(present)
 
+    def test_many_hits_are_as_good_as_one_by_one(self, make_policy: MakePolicy) -> None:
+        """Also where a chunk is hit twice, or was set aside."""
+        chance = random.Random(11)
+        one_by_one, at_once = PolicyRun(make_policy()), PolicyRun(make_policy())
+        for step in range(0, 900, 3):
+            prompt = [make_key(number) for number in range(step, step + 3)]
+            present = one_by_one.candidates(999)
+            used = chance.choices(present, k=min(len(present), 5))
+            aside = [make_key(number) for number in present[:2]]
+            one_by_one.hit(*used)
+            at_once.policy.update_on_hits([make_key(number) for number in used], at_once.mapping)
+            for run in (one_by_one, at_once):
+                run.policy.note_chain(prompt)
+                run.put(step + 2, step + 1, step)
+                run.policy.set_aside(aside, run.mapping)
+                run.evict(*run.candidates(2 if step > 300 else 0))
+            assert one_by_one.candidates(999) == at_once.candidates(999)
+        assert len(at_once.mapping) > 400
+
 
 def _drop(present: list[int], gone: Sequence[int]) -> None:
     for number in gone:

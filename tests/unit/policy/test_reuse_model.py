@@ -22,7 +22,7 @@ def learn(model, chunk_class, lifetimes, *, epochs=NUM_AGES * 3, arrivals=20, se
     due: dict[int, list[int]] = {}
     for epoch in range(epochs):
         for start in due.pop(epoch, []):
-            model.wait_again(chunk_class, epoch - start, chunk_class)
+            model.wait_again(chunk_class, epoch - start, chunk_class, 1)
             model.forget(chunk_class, 0)  # one use each
         for _ in range(arrivals):
             model.start_waiting(chunk_class)

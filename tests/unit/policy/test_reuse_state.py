@@ -8,10 +8,12 @@ from hypothesis import given
 from kvkeep.policy.reuse import ReusePolicy
 from kvkeep.policy.reuse_classes import NUM_CLASSES
 from kvkeep.policy.reuse_state import (
+    HAS_NEXT,
     PARTS,
     class_of,
     epoch_of,
     history_after_use,
+    least_state,
     new_state,
     queue_number,
     queue_of,
@@ -52,6 +54,23 @@ def test_an_endless_interval_leaves_the_queue_alone():
     state = used_state(queue, *history_after_use(new_state(queue), 1 << 40))
     assert queue_of(state) == queue
     assert uses_of(state) == 2
+
+
+@given(EPOCHS, CLASSES, st.integers(1, 7), st.integers(0, (1 << 24) - 1))
+def test_a_successor_changes_nothing_else(epoch, chunk_class, uses, interval):
+    state = used_state(queue_number(epoch, chunk_class), uses, interval)
+    assert not state & HAS_NEXT
+    with_next = state | HAS_NEXT
+    assert queue_of(with_next) == queue_of(state)
+    assert uses_of(with_next) == uses
+    assert history_after_use(with_next, 3) == history_after_use(state, 3)
+
+
+@given(EPOCHS, CLASSES, st.integers(1, 7))
+def test_what_was_used_in_an_epoch_is_not_less_than_its_least(epoch, chunk_class, uses):
+    state = used_state(queue_number(epoch, chunk_class), uses, 5)
+    for one in (state, state | HAS_NEXT):
+        assert least_state(epoch) <= one < least_state(epoch + 1)
 
 
 def test_older_queues_are_less():

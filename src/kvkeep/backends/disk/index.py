@@ -211,9 +211,8 @@ class DiskIndex:
 
     def _note_used_locked(self) -> None:
         while self._used:
-            for key in reversed(self._used.popleft()):
-                if key in self._entries:
-                    self._policy.update_on_hit(key, self._entries)
+            here = [key for key in reversed(self._used.popleft()) if key in self._entries]
+            self._policy.update_on_hits(here, self._entries)
 
     def note_order(self, keys: Sequence[ChunkKey]) -> None:
         """Let these chunks of one prompt be evicted from the last one on."""
