@@ -6,9 +6,10 @@ Called from the thread that sets a worker up and takes it down.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -66,6 +67,7 @@ class CacheManager:
     settings: Settings
     allocator_report: AllocatorReport
     _closing: ExitStack
+    _process: int = field(default_factory=os.getpid)
 
     @classmethod
     def create(
@@ -159,8 +161,12 @@ class CacheManager:
         return cls(engine, storage, metrics, settings, report, closing)
 
     def close(self) -> None:
-        """End everything; a second call does nothing."""
-        self._closing.close()
+        """End everything; a second call does nothing, nor does one in a forked process.
+
+        There no thread runs that could be ended, and files and sockets are the other one's.
+        """
+        if os.getpid() == self._process:
+            self._closing.close()
 
     def __enter__(self) -> CacheManager:
         return self

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from kvkeep.backends.disk.names import ROOT_NAME
@@ -155,3 +158,23 @@ def test_a_setting_without_a_path():
     """Fault 46: it would have no effect, so it is an error."""
     with pytest.raises(ConfigError, match=r"disk\.size has no effect without disk\.path"):
         load_settings(env={}, extra={"disk.size": "1GiB"})
+
+
+def test_a_forked_process_ends_nothing_of_the_cache(model, tmp_path):
+    """It has none of the threads that would write what waits for the disk."""
+    model.prefill(OTHER, PAGES)
+    slots = model.slots(PAGES, len(OTHER))
+    with build(model, tmp_path) as manager:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(10)  # the disk tier would wait for longer
+                manager.engine.store(OTHER, kvcaches=model.caches, slot_mapping=slots)
+                manager.close()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        store(manager, model, TOKENS)
+        assert load(manager, model, TOKENS) == (32, 32)

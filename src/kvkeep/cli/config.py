@@ -61,8 +61,10 @@ def explain_settings(
     listed = [item for item in explain(loaded) if not (changed and item.origin == DEFAULT_ORIGIN)]
     if as_json:
         typer.echo(json.dumps([asdict(item) for item in listed]))
-    else:
+    elif listed:
         _print_settings(listed, Console())
+    else:
+        Console(stderr=True).print("every setting has its default")
 
 
 @app.command("schema", epilog="Example: kvkeep config schema > kvkeep.schema.json")

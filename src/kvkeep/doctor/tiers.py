@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvkeep.backends.plugins import find_plugin
 from kvkeep.doctor.base import Advice, Finding, Level, Patient, Probe
 from kvkeep.errors import ConfigError, LookupServiceError
-from kvkeep.lookup.paths import check_private, socket_directory, socket_path
+from kvkeep.lookup.paths import check_private, is_listened_on, socket_directory, socket_path
 
 
 def sockets(patient: Patient) -> Sequence[Finding]:
@@ -29,8 +29,9 @@ def sockets(patient: Patient) -> Sequence[Finding]:
     if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
         text = f"{base} may not be written by this user"
         return [Finding("sockets", text, Level.ERROR, advice)]
-    count = len(list(directory.glob("*.sock"))) if directory.exists() else 0
-    running = {0: "no engine runs", 1: "1 socket there"}.get(count, f"{count} sockets there")
+    found = directory.glob("*.sock") if directory.exists() else ()
+    count = sum(1 for path in found if is_listened_on(path))
+    running = {0: "no engine runs", 1: "1 worker answers"}.get(count, f"{count} workers answer")
     return [Finding("sockets", f"{directory}, {running}", values={"sockets": count})]
 
 

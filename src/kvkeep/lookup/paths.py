@@ -51,7 +51,14 @@ def socket_path(directory: Path, engine: str, rank: int) -> Path:
     Raises:
         LookupServiceError: the path is longer than a Unix socket's may be.
     """
-    path = directory / f"{hashlib.sha256(engine.encode()).hexdigest()[:16]}-{rank}.sock"
+    return _checked(directory / f"{_short(engine)}-{rank}.sock")
+
+
+def _short(engine: str) -> str:
+    return hashlib.sha256(engine.encode()).hexdigest()[:16]
+
+
+def _checked(path: Path) -> Path:
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise LookupServiceError(
             f"the socket path {path} is longer than {MAX_PATH_BYTES} bytes; "
@@ -63,10 +70,12 @@ def socket_path(directory: Path, engine: str, rank: int) -> Path:
 def ranks_path(directory: Path, engine: str) -> Path:
     """The socket where the ranks of an engine meet, beside those of their lookups.
 
+    It answers no lookups, and so is no ``.sock``: `kvkeep top` does not ask it.
+
     Raises:
         LookupServiceError: the path is longer than a Unix socket's may be.
     """
-    return socket_path(directory, f"ranks of {engine}", 0)
+    return _checked(directory / f"{_short(engine)}.ranks")
 
 
 def make_private(directory: Path) -> None:
@@ -86,20 +95,28 @@ def make_private(directory: Path) -> None:
     check_private(directory)
 
 
+def is_listened_on(path: Path) -> bool:
+    """Somebody listens on a socket; also if whoever it is takes no connection now."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(STALE_PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+    return True
+
+
 def remove_stale_sockets(directory: Path) -> int:
     """Remove sockets that killed workers left behind; returns how many there were.
 
     One that nobody listens on is stale if it is older than :data:`STALE_AFTER_S`.
     """
     num_removed = 0
-    for path in directory.glob("*.sock"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            if time.time() - path.lstat().st_mtime < STALE_AFTER_S:
-                continue
-            probe.settimeout(STALE_PROBE_TIMEOUT_S)
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
+    for path in (*directory.glob("*.sock"), *directory.glob("*.ranks")):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime >= STALE_AFTER_S and not is_listened_on(path):
                 path.unlink()
                 num_removed += 1
     return num_removed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvkeep.errors import LookupServiceError
 from kvkeep.lookup.client import LookupClient
-from kvkeep.lookup.paths import check_private
+from kvkeep.lookup.paths import check_private, is_listened_on
 from kvkeep.top.samples import Sample, series_of_snapshot
 
 
@@ -31,6 +31,8 @@ class SocketSource:
         for path in self._paths():
             client = self._clients.get(path)
             if client is None:
+                if not is_listened_on(path):  # a killed worker left it
+                    continue
                 client = LookupClient([path], timeout_s=self._timeout_s)
                 self._clients[path] = client
             try:

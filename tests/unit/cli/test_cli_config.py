@@ -40,6 +40,9 @@ def test_explain_can_leave_out_defaults(run):
     [item] = json.loads(done.stdout)
     assert (item["name"], item["value"], item["unit"]) == ("cpu.size", 20 << 30, "bytes")
     assert item["origin"] == "--extra"
+    done = run("explain", "--changed")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "every setting has its default\n"
 
 
 @pytest.mark.parametrize(

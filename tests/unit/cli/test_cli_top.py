@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.identity import CacheIdentity
 from kvkeep.lookup.client import LookupClient
-from kvkeep.lookup.paths import socket_directory, socket_path
+from kvkeep.lookup.paths import ranks_path, socket_directory, socket_path
 from kvkeep.lookup.server import LookupServer
 from kvkeep.metrics.endpoint import EndpointOptions, MetricsEndpoint
 from kvkeep.testing.engine_rig import EngineRig
@@ -65,6 +66,27 @@ def test_an_engine_is_found_by_its_socket(run, engine):
     [row] = [line.split() for line in lines if "LocalCPU" in line]
     assert row[:2] == ["LocalCPU", "50.0%"]
     assert row[-1] == "ok"
+
+
+def test_two_ranks_are_one_engine_and_other_sockets_are_not_asked(run, engine, tmp_path, caplog):
+    """Neither the one that ranks meet at, which has another protocol, nor one of the dead."""
+    directory = socket_directory(tmp_path, {})
+    identity = CacheIdentity("m", "1", engine.model.layout, chunk_size=CHUNK)
+    with socket.socket(socket.AF_UNIX) as meeting, socket.socket(socket.AF_UNIX) as dead:
+        meeting.bind(str(ranks_path(directory, "engine")))
+        meeting.listen(1)
+        meeting.setblocking(False)
+        dead.bind(str(socket_path(directory, "another", 0)))
+        path = socket_path(directory, "engine", 1)
+        server = LookupServer(engine.engine, path, identity=identity, metrics=engine.metrics)
+        try:
+            done = run("--once", "--json")
+        finally:
+            server.close()
+        with pytest.raises(BlockingIOError):
+            meeting.accept()
+    assert (done.exit_code, done.stderr, caplog.text) == (0, "", "")
+    assert [json.loads(line)["ranks"] for line in done.stdout.splitlines()] == [2]
 
 
 def test_json_has_the_numbers(run, engine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 import threading
 import tomllib
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvkeep.config import load_settings
 from kvkeep.doctor import disk, memory, software, tiers
 from kvkeep.doctor.base import Advice, Finding, Level, Patient, Probe
 from kvkeep.doctor.examination import PROBES, examine, to_change, worst
+from kvkeep.lookup.paths import socket_directory
 
 ROOT = Path(__file__).parents[3]
 
@@ -187,6 +189,18 @@ def test_the_directory_of_sockets(tmp_path):
     [found] = tiers.sockets(patient(lookup__socket_dir=str(long)))
     assert (found.level, "lookup.socket_dir" in found.advice.line) == (Level.ERROR, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_that_answer_are_counted_and_sockets_of_dead_ones_are_not(tmp_path):
+    directory = socket_directory(tmp_path, {})
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as alive, socket.socket(socket.AF_UNIX) as dead:
+        alive.bind(str(directory / "a-0.sock"))
+        alive.listen(1)
+        dead.bind(str(directory / "b-0.sock"))
+        [found] = tiers.sockets(patient(lookup__socket_dir=str(tmp_path)))
+    assert (found.level, found.values) == (Level.FINE, {"sockets": 1})
+    assert found.text.endswith("1 worker answers")
 
 
 def test_plugins_are_found_or_not():

@@ -74,16 +74,16 @@ def test_a_file_or_nothing_is_refused(tmp_path):
 
 
 def test_sockets_that_killed_workers_left_are_removed(tmp_path):
-    names = ("dead-0.sock", "alive-0.sock", "young-0.sock", "dead-0.txt")
+    names = ("dead-0.sock", "dead.ranks", "alive-0.sock", "young-0.sock", "dead-0.txt")
     sockets = {}
     for name in names:
         sockets[name] = socket.socket(socket.AF_UNIX)
         sockets[name].bind(str(tmp_path / name))
         sockets[name].listen(1)
-    for name in names[:2]:
+    for name in names[:3]:
         os.utime(tmp_path / name, (time.time() - 100,) * 2)
-    for name in ("dead-0.sock", "young-0.sock", "dead-0.txt"):
+    for name in ("dead-0.sock", "dead.ranks", "young-0.sock", "dead-0.txt"):
         sockets[name].close()
-    assert remove_stale_sockets(tmp_path) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+    assert remove_stale_sockets(tmp_path) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
     sockets["alive-0.sock"].close()
