@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import html
 import json
 import re
 import shlex
@@ -16,6 +17,8 @@ import typer
 from kvkeep.cli.main import app
 from kvkeep.config import load_settings
 from kvkeep.config.load import setting_fields
+from kvkeep.doctor.base import Patient
+from kvkeep.doctor.examination import PROBES
 from kvkeep.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
@@ -153,3 +156,14 @@ def test_the_worked_example_of_the_key_chain():
     golden = json.loads((ROOT / "tests" / "golden" / "keys.json").read_text())["cases"][0]
     assert golden["expect"]["encoded"] == encoded
     assert golden["expect"]["keys"] == [values["key(0)"], values["key(1)"]]
+
+
+def test_the_picture_of_the_doctor_has_every_line_that_it_prints_now():
+    """Of this machine: what depends on the settings is in the picture's own."""
+    picture = (ROOT / "docs" / "images" / "doctor.svg").read_text()
+    words = html.unescape("".join(re.findall(r"<text[^>]*>(.*?)</text>", picture)))
+    patient = Patient(load_settings(), {}, None)
+    for probe in PROBES:
+        if probe.section in ("machine", "memory", "software"):
+            for finding in probe.run(patient):
+                assert finding.topic.replace(" ", "\xa0") in words
