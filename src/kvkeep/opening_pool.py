@@ -5,6 +5,8 @@ Called once, by CacheManager. Settings end here; below are plain values.
 
 from __future__ import annotations
 
+import logging
+
 from kvkeep.config.settings import CpuSettings
 from kvkeep.errors import ConfigError, OwnershipError
 from kvkeep.memory.base import MemoryAllocatorInterface
@@ -15,6 +17,8 @@ from kvkeep.memory.paged import PagedAllocator
 from kvkeep.memory.prefault import Prefaulter
 from kvkeep.memory.report import AllocatorReport, Choice
 from kvkeep.memory.sizing import WantedSize, WorkerPlace, available_bytes, choose_size
+
+_log = logging.getLogger(__name__)
 
 #: Of a pool that nothing is stored in, beside one chunk.
 _PASSIVE_BYTES = 4096
@@ -43,6 +47,7 @@ def open_pool(
             buffer_bytes = 0
         else:
             size_bytes, why_size = choose_size(wanted, place, available_bytes())
+            _warn_of_no_room(size_bytes, chunk_bytes)
         allocator = initialize_allocator(
             size_bytes + buffer_bytes,
             chunk_bytes=chunk_bytes,
@@ -64,6 +69,16 @@ def start_prefault(cpu: CpuSettings, allocator: MemoryAllocatorInterface) -> Pre
     if not cpu.prefault or not isinstance(pool, PagedAllocator):
         return None
     return Prefaulter(pool, ahead_bytes=cpu.prefault, keep_free_bytes=cpu.reserve or 0)
+
+
+def _warn_of_no_room(size_bytes: int, chunk_bytes: int) -> None:
+    if size_bytes < chunk_bytes:
+        _log.warning(
+            "nothing is kept: the pool has %d bytes and a chunk needs %d; make cpu.size larger or "
+            "chunk_size smaller",
+            size_bytes,
+            chunk_bytes,
+        )
 
 
 def _shared_name(cpu: CpuSettings, place: WorkerPlace) -> str | None:

@@ -195,3 +195,15 @@ def test_health_settings_reach_the_checks() -> None:
     with manager:
         assert manager.engine._monitor.timeout_s == 3
         wait_until(lambda: manager.engine.is_healthy())
+
+
+def test_a_pool_that_holds_no_chunk_is_told(caplog):
+    """Or nobody would know why nothing is ever found."""
+    model = PagedEngine(num_pages=16, page_bytes=4096)
+    settings = load_settings(extra={"chunk_size": 8, "cpu.size": "4KiB"})
+    identity = CacheIdentity("m", "1", model.layout, chunk_size=8)
+    with CacheManager.create(settings, identity, PagedGPUConnector(model.layout)):
+        assert "nothing is kept: the pool has 4096 bytes and a chunk needs" in caplog.text
+    caplog.clear()
+    with Built():
+        assert "nothing is kept" not in caplog.text

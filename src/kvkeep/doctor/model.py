@@ -7,6 +7,7 @@ the same layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -114,7 +115,12 @@ def _capacities(patient: Patient, shape: ModelShape) -> list[Finding]:
         chunks = disk.size // (chunk + HEADER_BYTES)
         text = f"{chunks * patient.settings.chunk_size:,} tokens fit ({chunks:,} chunks)"
         values = {"tokens": chunks * patient.settings.chunk_size, "chunks": chunks}
-        findings.append(Finding("on disk", text, values=values))
+        too_small = Advice(
+            f"Make disk.size larger than one chunk of this model, {about_size(chunk)}.",
+            f"disk.size: {-(-64 * chunk >> 30)}GiB",
+        )
+        one = Finding("on disk", text, values=values)
+        findings.append(one if chunks else replace(one, level=Level.WARNING, advice=too_small))
     return findings
 
 

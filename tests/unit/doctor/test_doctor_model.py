@@ -111,6 +111,13 @@ def test_a_pool_below_one_chunk_is_an_error_with_a_size_that_works():
     assert line == "cpu.size: 2GiB"
 
 
+def test_a_disk_below_one_chunk_is_a_warning_with_a_size_that_works():
+    settings = {"cpu_size": "1GiB", "disk_path": "/nowhere", "disk_size": "20MiB"}
+    found = by_topic(probes.model(patient(LLAMA, **settings)))
+    assert (found["on disk"].level, found["on disk"].values["chunks"]) == (Level.WARNING, 0)
+    assert found["on disk"].advice.line == "disk.size: 2GiB"
+
+
 def test_a_chunk_that_is_no_whole_number_of_pages_is_an_error_with_one_that_is():
     settings = load_settings(extra={"chunk_size": 100, "cpu.size": "1GiB"})
     found = by_topic(probes.model(Patient(settings, {}, shape_of(LLAMA, "m"))))
