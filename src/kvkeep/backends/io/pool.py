@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from kvkeep.backends.io.home_core import go_home
+
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
 
@@ -169,7 +171,7 @@ class IOPool:
         with self._lock:
             while True:
                 if self._loads:
-                    run = partial(_run_load, *self._loads.popleft())
+                    run = partial(self._run_load, index, *self._loads.popleft())
                 elif self._stores and index > 0:
                     job = self._stores.popleft()
                     self._queued_bytes -= job.size_bytes
@@ -182,13 +184,13 @@ class IOPool:
                 self._running[index] = time.monotonic()
                 return run
 
-
-def _run_load(future: Future[Any], task: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = task()
-    except Exception as error:  # noqa: BLE001  the top of this task: the error travels in the future
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+    def _run_load(self, index: int, future: Future[Any], task: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        go_home(index, len(self._threads))
+        try:
+            result = task()
+        except Exception as error:  # noqa: BLE001  the top of this task: it travels in the future
+            future.set_exception(error)
+        else:
+            future.set_result(result)

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 #: How long a step waits, over all its requests, for answers that come at once. A slow tier that has
 #: nothing mostly says so by then, and the request need not wait for the next step.
 GRACE_S = 0.003
-#: How long an engine that has nothing else to do waits for a worker's word instead of going round.
-IDLE_WAIT_S = 0.004
+#: The same where the engine has nothing else to do: going round takes it 2.5 ms, in which an answer
+#: is not seen. A request that comes meanwhile is seen that much later.
+IDLE_WAIT_S = 0.008
 #: Characters of a request's id in the names of its questions; clients choose ids of any length.
 _MAX_ID = 200
 #: Requests without a seat that are asked about before their turn.
@@ -100,7 +101,7 @@ class Asking:
         self._ids = itertools.count()
         self._questions: dict[str, _Question] = {}
         self._queued: dict[str, tuple[TrackedRequest, int]] = {}  # without a question yet, in turn
-        self._grace_s = GRACE_S
+        self._waited_s = 0.0  # in this step
         self._step = 0
         self._num_idle_steps = 0
 
@@ -108,13 +109,16 @@ class Asking:
         """A request has come, and may have to wait for its turn."""
         self._queued[req_id] = (tracked, num_asked)
 
-    def ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> FoundTokens | None:
+    def ask(
+        self, req_id: str, tracked: TrackedRequest, num_asked: int, *, is_alone: bool
+    ) -> FoundTokens | None:
         """Tokens of the longest prefix that can be loaded; None: not yet.
 
         Args:
             req_id: the waiting request, whose turn it is.
             tracked: what is known of it; has a scope.
             num_asked: leading tokens to ask about.
+            is_alone: the engine has no other request, so it may wait a little for the answer.
         """
         self._queued.pop(req_id, None)
         question = self._questions.get(req_id)
@@ -122,11 +126,11 @@ class Asking:
             self.drop(req_id)
             question = None
         if question is None:
-            question = self._ask(req_id, tracked, num_asked)
+            question = self._ask(req_id, tracked, num_asked, is_alone)
         elif question.outcome is None:
-            question.outcome = self._client.poll(question.lookup_id)
+            question.outcome = self._await(question, IDLE_WAIT_S if is_alone else 0.0)
             if question.outcome is not None and self._is_old(question):
-                question = self._rely_on(req_id, question, tracked)
+                question = self._rely_on(req_id, question, tracked, is_alone)
         question.step = self._step
         if question.outcome is None:
             question.is_late = True
@@ -161,7 +165,7 @@ class Asking:
     def end_step(self, *, is_idle: bool) -> None:
         """A step was scheduled: what was found at once for requests that are not in it is let go.
 
-        Where no step computes anything and answers are awaited, this waits a little for one.
+        Where no step computes anything, and none has waited for an answer, this waits a little.
 
         Args:
             is_idle: the step computes no token.
@@ -175,10 +179,10 @@ class Asking:
         )
         self._ask_early()
         self._step += 1
-        self._grace_s = GRACE_S
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
-        if self._num_idle_steps >= _IDLE_STEPS:
+        if self._num_idle_steps >= _IDLE_STEPS and not self._waited_s:
             self._client.wait(IDLE_WAIT_S)
+        self._waited_s = 0.0
 
     def __len__(self) -> int:
         """Requests with a question under way, or an answer that is held."""
@@ -194,7 +198,9 @@ class Asking:
             return True
         return question.is_late and time.monotonic() < question.held_until
 
-    def _ask(self, req_id: str, tracked: TrackedRequest, num_asked: int) -> _Question:
+    def _ask(
+        self, req_id: str, tracked: TrackedRequest, num_asked: int, is_alone: bool
+    ) -> _Question:
         """Ask anew; the question is answered already if the answer comes at once."""
         lookup_id = self._new_id(req_id)
         tokens = tracked.token_bytes(num_asked)
@@ -209,13 +215,18 @@ class Asking:
             question.outcome = Outcome(found)
             return question
         self._client.start(lookup_id, tokens, scope=scope)
-        question.outcome = self._client.poll(lookup_id)
-        while question.outcome is None and self._grace_s > 0:
-            started = time.monotonic()
-            self._client.wait(self._grace_s)
-            self._grace_s -= time.monotonic() - started
-            question.outcome = self._client.poll(lookup_id)
+        question.outcome = self._await(question, IDLE_WAIT_S if is_alone else GRACE_S)
         return question
+
+    def _await(self, question: _Question, limit_s: float) -> Outcome | None:
+        """The answer; None: not yet, and this step has waited for ``limit_s`` in all."""
+        outcome = self._client.poll(question.lookup_id)
+        while outcome is None and self._waited_s < limit_s:
+            started = time.monotonic()
+            self._client.wait(limit_s - self._waited_s)
+            self._waited_s += time.monotonic() - started
+            outcome = self._client.poll(question.lookup_id)
+        return outcome
 
     def _new_id(self, req_id: str) -> str:
         """A name that no other question has; of a long request id, its start."""
@@ -250,7 +261,9 @@ class Asking:
         """The answer may have come long before it was looked at."""
         return question.is_early or self._step > question.step + 1
 
-    def _rely_on(self, req_id: str, question: _Question, tracked: TrackedRequest) -> _Question:
+    def _rely_on(
+        self, req_id: str, question: _Question, tracked: TrackedRequest, is_alone: bool
+    ) -> _Question:
         """An old answer, if it is the best there can be; else ask anew."""
         question.is_early = False
         is_held = time.monotonic() < question.asked_at + self._hold_s
@@ -259,7 +272,7 @@ class Asking:
             return question
         was_late = question.is_late
         self.drop(req_id)
-        question = self._ask(req_id, tracked, question.num_asked)
+        question = self._ask(req_id, tracked, question.num_asked, is_alone)
         question.is_late = was_late
         return question
 

@@ -133,7 +133,8 @@ class SchedulerSide:
         if min(num_asked, limit) <= num_computed:
             self._asking.drop(request.request_id)
             return 0
-        found = self._asking.ask(request.request_id, tracked, num_asked)
+        is_alone = len(self._tracked) == 1
+        found = self._asking.ask(request.request_id, tracked, num_asked, is_alone=is_alone)
         if found is None:
             return None
         tracked.saved = found

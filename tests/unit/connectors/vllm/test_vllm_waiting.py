@@ -398,6 +398,36 @@ def test_an_engine_with_nothing_to_do_waits_for_a_word(waiting, monkeypatch):
     engine.finish()
 
 
+def test_an_engine_with_nothing_to_do_loads_in_the_step_of_the_answer(waiting, monkeypatch):
+    """It does not go round, in which an answer that has come would not be seen."""
+    monkeypatch.setattr(asking, "IDLE_WAIT_S", 60.0)
+    engine = waiting()
+    opening = threading.Timer(0.1, slow_of(engine).gate.set)
+    opening.start()
+    engine.add("r", PROMPT)
+    engine.schedule()
+    assert engine.planned_loads() == 1
+    opening.join(10)
+    engine.run_all()
+    assert engine.outputs("r") == engine.true_outputs("r")
+    engine.finish()
+
+
+def test_no_step_waits_for_one_request_while_another_has_its_turn(waiting, monkeypatch):
+    """Not even as little as an idle engine would."""
+    monkeypatch.setattr(asking, "IDLE_WAIT_S", 60.0)
+    engine = waiting()
+    engine.add("slow", PROMPT)
+    engine.add("quick", OTHER, max_tokens=3)
+    while not engine.num_output("quick"):
+        steps(engine, 1)
+    assert engine.requests["slow"].num_computed_tokens == 0
+    slow_of(engine).gate.set()
+    engine.run_all()
+    assert engine.outputs("slow") == engine.true_outputs("slow")
+    engine.finish()
+
+
 def test_prefetches_can_be_switched_off(toy_engine):
     """Fault 46: then a step waits for the lookup, as before."""
     engine = toy_engine(extra=SLOW_TIER | {"prefetch.enabled": False})
