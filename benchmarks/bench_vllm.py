@@ -3,7 +3,7 @@
 In this order: what kvkeep costs requests that never hit, and gives a load of mixed ones (an engine
 with it and one without, asked in turn); the time to the first token, cold and from memory, with
 LMCache beside it if its interpreter is given; the same first after a restart, from disk and from
-Redis. Prompts are random tokens; that a warm answer is the cold one is checked each time.
+Redis, of both. Prompts are random tokens; that a warm answer is the cold one is checked each time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Console
-from vllm_engines import Engine, EngineError, Engines, kvkeep_transfer, lmcache_transfer
+from vllm_engines import (
+    Engine,
+    EngineError,
+    Engines,
+    LMCacheServer,
+    kvkeep_transfer,
+    lmcache_server,
+    settle,
+)
 
 from kvkeep.bench.measure import Row
 from kvkeep.demo.model import prepare_model
@@ -40,6 +50,10 @@ OVERHEAD = 1.03
 REFERENCE_COLD_S, REFERENCE_WARM_S = 4.2, 0.075
 #: Memory of the caches, in GiB.
 POOL_GIB = 2
+#: Threads of the plain client of Redis, as many as kvkeep has, and tokens of a value.
+PLAIN_THREADS, CHUNK_TOKENS = 4, 256
+#: A request after a restart of LMCache that takes more of its cold time has found nothing.
+RECOMPUTED = 0.5
 
 Prompt = list[int]
 #: What each engine is asked first.
@@ -79,9 +93,10 @@ class Timing:
 
 @dataclass
 class Peer:
-    """LMCache's engine, for as long as it answers as it should."""
+    """LMCache's engine, for as long as it answers as it should, and its server's process."""
 
     engine: Engine | None
+    server_pid: int = 0
 
     def ask(self, report: Report, timing: Timing, name: str, engines: Engines) -> None:
         """Measure once more, if it is there."""
@@ -207,6 +222,8 @@ def from_memory(
         some = [Timing(prompt) for prompt in prompts_of(2, length, count)]
         for timing in some:
             peer.ask(report, timing, "peer cold", engines)
+        if peer.engine is not None:
+            settle(peer.server_pid)  # it writes to its tiers
         for timing in some:  # not in turn: who is stopped writes to Redis too late
             timing.ask("cold", engines, kept)
         for engine in both:  # what is written behind arrives in the other tiers
@@ -263,6 +280,68 @@ def after_restart(
 
 
 @contextmanager
+def peer_engine(
+    python: str, tiers: Sequence[dict[str, object]]
+) -> Iterator[tuple[Engine, LMCacheServer]]:
+    """LMCache's server and an engine that uses it, warmed up."""
+    with (
+        lmcache_server(python, 2 * POOL_GIB, tiers) as server,
+        closing(Engine("LMCache", server.transfer, model=prepare_model(), python=python)) as engine,
+    ):
+        engine.ask([WARM_UP])
+        engine.settle()
+        yield engine, server
+
+
+def peer_after_restart(
+    report: Report,
+    name: str,
+    python: str,
+    tier: dict[str, object],
+    timings: dict[int, list[Timing]],
+) -> None:
+    """The same for LMCache, whose server is a new process, too; rows beside kvkeep's."""
+    key = f"peer {name}"
+    with (
+        report.part(f"new processes of LMCache, with {name}"),
+        peer_engine(python, [tier]) as (engine, _),
+    ):
+        peer = Peer(engine)
+        for length, some in timings.items():
+            if not all(name in timing.ms and "peer cold" in timing.ms for timing in some):
+                continue
+            for timing in some:
+                peer.ask(report, timing, key, Engines(engine))
+            if not all(key in timing.ms for timing in some):
+                return
+            hits = [t.median(key) < RECOMPUTED * t.median("peer cold") for t in some]
+            end = "" if all(hits) else f" (recomputed {hits.count(False)} of {len(hits)})"
+            what = f"vLLM, {length:,}, from {name} / LMCache from {name}, after a restart{end}"
+            pairs = [(timing.median(name), timing.median(key)) for timing in some]
+            report.add(paired_row(what, pairs, 1.0))
+
+
+def plain_redis(report: Report, url: str, timings: dict[int, list[Timing]]) -> None:
+    """From Redis beside what as many bytes take a plain client, and the request from memory."""
+    import redis
+
+    client = redis.Redis.from_url(url)
+    names = list(client.scan_iter(match="kvkeep-v1/*", count=1000))
+    with closing(client), ThreadPoolExecutor(PLAIN_THREADS) as threads:
+        for length, some in timings.items():
+            chosen = names[: length // CHUNK_TOKENS]
+            times = []
+            for _ in range(3):
+                begun = time.perf_counter()
+                list(threads.map(client.get, chosen))
+                times.append((time.perf_counter() - begun) * 1e3)
+            plain_ms = statistics.median(times)
+            pairs = [(t.median("Redis"), plain_ms + t.median("memory")) for t in some]
+            what = f"vLLM, {length:,}, from Redis / a plain client's get + from memory"
+            report.add(paired_row(what, pairs, None))
+
+
+@contextmanager
 def redis_tier(report: Report) -> Iterator[dict[str, object]]:
     """Settings of a Redis server that runs; none where there is none to start."""
     from kvkeep.testing.servers.process import ServerError
@@ -295,29 +374,43 @@ def first_part(report: Report, share: float) -> None:
 def second_part(report: Report, share: float, repeats: int, lmcache_python: str) -> None:
     """Cold and warm, from each tier."""
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="kvkeep-bench-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        both_folders = Path(tempfile.mkdtemp(prefix="kvkeep-bench-"))
+        stack.callback(shutil.rmtree, both_folders, ignore_errors=True)
+        folder, peer_folder = both_folders / "kvkeep", both_folders / "lmcache"
+        folder.mkdir()
+        peer_folder.mkdir()
         disk: dict[str, object] = {"disk.path": str(folder), "disk.size": "20GiB"}
         redis = stack.enter_context(redis_tier(report))
+        peer_tiers: dict[str, dict[str, object]] = {
+            "disk": {"type": "fs_native", "base_path": str(peer_folder)}
+        }
+        if redis:
+            address = urlsplit(str(redis["remote.url"]))
+            peer_tiers["Redis"] = {
+                "type": "resp",
+                "host": address.hostname,
+                "port": address.port,
+            }
         timings: dict[int, list[Timing]] = {}
         with ExitStack() as running, report.part("an engine with memory, disk and Redis"):
             peer = Peer(None)
             if lmcache_python:
                 with report.part("an engine with LMCache"):
-                    transfer = running.enter_context(lmcache_transfer(lmcache_python, 2 * POOL_GIB))
-                    engine = Engine(
-                        "LMCache", transfer, model=prepare_model(), python=lmcache_python
-                    )
-                    running.enter_context(closing(engine))
-                    engine.ask([WARM_UP])
+                    both = peer_engine(lmcache_python, list(peer_tiers.values()))
+                    engine, server = running.enter_context(both)
                     engine.signal(signal.SIGSTOP)
-                    peer.engine = engine
+                    peer.engine, peer.server_pid = engine, server.pid
             kept = running.enter_context(closing(engine_of("kvkeep", {**disk, **redis})))
             timings = from_memory(report, kept, peer, share, repeats)
         if timings:
             after_restart(report, "disk", disk, timings)
         if timings and redis:
             after_restart(report, "Redis", redis, timings)
+            with report.part("a plain client of Redis"):
+                plain_redis(report, str(redis["remote.url"]), timings)
+        if lmcache_python:
+            for name, tier in peer_tiers.items():
+                peer_after_restart(report, name, lmcache_python, tier, timings)
 
 
 def run(

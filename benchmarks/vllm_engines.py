@@ -63,6 +63,28 @@ def kvkeep_transfer(settings: Mapping[str, object]) -> dict[str, object]:
     }
 
 
+def settle(pid: int) -> None:
+    """Wait until a process and its children rest."""
+    deadline = time.monotonic() + SETTLE_S
+    used_s = _cpu_s(pid)
+    while time.monotonic() < deadline:
+        time.sleep(REST_S)
+        before_s, used_s = used_s, _cpu_s(pid)
+        if used_s - before_s < RESTING_SHARE * REST_S:
+            return
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time that a process and its children have used so far."""
+    total_s = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        main = psutil.Process(pid)
+        for process in (main, *main.children(recursive=True)):
+            times = process.cpu_times()
+            total_s += times.user + times.system
+    return total_s
+
+
 class Engine:
     """A running engine and its children, a process group of its own."""
 
@@ -131,23 +153,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until it and its children rest: memory is committed, all is written."""
-        deadline = time.monotonic() + SETTLE_S
-        used_s = self._cpu_s()
-        while time.monotonic() < deadline:
-            time.sleep(REST_S)
-            before_s, used_s = used_s, self._cpu_s()
-            if used_s - before_s < RESTING_SHARE * REST_S:
-                return
-
-    def _cpu_s(self) -> float:
-        """Processor time that its processes have used so far."""
-        total_s = 0.0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            main = psutil.Process(self._process.pid)
-            for process in (main, *main.children(recursive=True)):
-                times = process.cpu_times()
-                total_s += times.user + times.system
-        return total_s
+        settle(self._process.pid)
 
     def signal(self, number: int) -> None:
         """Send a signal to the engine and its children."""
@@ -209,13 +215,29 @@ class Engines:
         return engine.ask(prompts, max_tokens)
 
 
+@dataclass(frozen=True)
+class LMCacheServer:
+    """LMCache's separate server, running.
+
+    Attributes:
+        transfer: what vLLM calls ``kv_transfer_config``, for an engine that uses it.
+        pid: of its process.
+    """
+
+    transfer: dict[str, object]
+    pid: int
+
+
 @contextlib.contextmanager
-def lmcache_transfer(python: str, gib: int) -> Iterator[dict[str, object]]:
-    """The same for LMCache, with its separate server and shared memory.
+def lmcache_server(
+    python: str, gib: int, tiers: Sequence[Mapping[str, object]] = ()
+) -> Iterator[LMCacheServer]:
+    """Start LMCache's server, with shared memory.
 
     Args:
         python: interpreter that has LMCache.
         gib: memory of its server.
+        tiers: what it calls L2 adapters: where it keeps what survives it.
     """
     from kvkeep.testing.servers.process import free_port
 
@@ -230,6 +252,7 @@ def lmcache_transfer(python: str, gib: int) -> Iterator[dict[str, object]]:
     }
     words = [str(word) for pair in options.items() for word in pair]
     words.append("--disable-observability")
+    words += [word for tier in tiers for word in ("--l2-adapter", json.dumps(tier))]
     server = subprocess.Popen(
         [str(Path(python).with_name("lmcache")), "server", "--no-l1-use-lazy", *words],
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
@@ -237,11 +260,12 @@ def lmcache_transfer(python: str, gib: int) -> Iterator[dict[str, object]]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        yield {
+        transfer = {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lmcache.mp.port": port},
         }
+        yield LMCacheServer(transfer, server.pid)
     finally:
         server.terminate()
         try:
