@@ -25,7 +25,7 @@ from kvkeep.demo.folder import disk_folder
 from kvkeep.demo.outcome import DemoResult
 from kvkeep.demo.outcome import Progress as Report
 from kvkeep.demo.prompts import QUESTIONS
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import ConfigError, KVKeepError
 
 #: Signals that end the demo in order, as Ctrl-C does: processes are ended, folders removed.
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -120,6 +120,8 @@ def _run_vllm(model: str | None, questions: tuple[str, ...], disk: Path) -> Demo
 
 def _model_name(model: str | None, report: Report) -> str:
     if model is not None:
+        if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
+            raise ConfigError(f"cannot load the model {model}: there is no such folder")
         return model
     from kvkeep.demo.model import prepare_model
 

@@ -152,6 +152,7 @@ FILES = [
     by_command("an LMCache file that is not there", "config import {dir}/l.yaml", "l.yaml"),
     by_command("a model without a config", "doctor --model {dir}", "config.json", "Hugging Face"),
     by_command("a model that is not there", "doctor --model {dir}/none", "none"),
+    by_command("no model to run", "demo --model {dir}/none", "{dir}/none", "no such folder"),
     by_command("a tier that is not there", "inspect {dir}/none", "none"),
     by_command("a folder that is no tier", "fsck {dir}", "{dir}"),
     by_command("a trace that is not there", "replay {dir}/t.jsonl", "t.jsonl"),
