@@ -29,6 +29,7 @@ from kvkeep.testing.chunks import (
     make_keys,
     make_pool,
     put,
+    wait_until,
 )
 from kvkeep.testing.disk import IDENTITY, chunk_files, chunk_path, file_bytes, make_disk
 
@@ -346,7 +347,7 @@ def test_a_removed_directory(tier, what):
     assert tier.read(KEY, other) == [True, True]
 
 
-def test_a_directory_where_the_ledger_should_be(tmp_path):
+def test_a_directory_where_the_ledger_should_be(tmp_path, caplog):
     (tmp_path / ROOT_NAME / "ledger").mkdir(parents=True)
     tier = Tier(tmp_path)
     assert not tier.disk.health().healthy
@@ -355,6 +356,8 @@ def test_a_directory_where_the_ledger_should_be(tmp_path):
     obj = tier.pool.batched_allocate(SHAPE, DTYPE, 1, MemoryFormat.OPAQUE_PAGES)
     assert tier.disk.batched_submit_put_task([KEY], obj) == [PutOutcome.DROPPED]
     obj[0].ref_count_down()
+    wait_until(lambda: not tier.disk.health().healthy and tier.causes("open")["directory"] > 2)
+    assert caplog.text.count("cannot be opened") == 1, "tried often, told once"
     tier.disk.close()
     tier.pool.close()
 

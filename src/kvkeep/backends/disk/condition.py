@@ -39,7 +39,9 @@ class DiskCondition(TierCondition):
         """
         super().__init__(pool, breakers=breakers, stall_timeout_s=stall_timeout_s)
         self._catalog = catalog
-        self._is_open = False  # written by the one task that opens
+        # Both are written by the one task that opens.
+        self._is_open = False
+        self._told = ""  # why it could not be opened, as the log has it
 
     @property
     def is_open(self) -> bool:
@@ -53,7 +55,9 @@ class DiskCondition(TierCondition):
             cause = cause_of(error) if isinstance(error, OSError) else "lock_timeout"
             self._catalog.reports.fault("open", cause)
             self.loads.trip()
-            _log.warning("the disk tier cannot be opened: %s", error)
+            if str(error) != self._told:  # or each of many tries would say the same
+                self._told = str(error)
+                _log.warning("the disk tier cannot be opened: %s", error)
             return
         self._is_open = True
         self.loads.succeeded()
