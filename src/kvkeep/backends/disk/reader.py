@@ -14,7 +14,7 @@ from kvkeep.backends.disk.catalog import Catalog
 from kvkeep.backends.disk.files import cause_of, concerns_medium, read_fully
 from kvkeep.backends.disk.scan import check_file, open_chunk
 from kvkeep.backends.io.breaker import Breaker
-from kvkeep.backends.io.pieces import pieces
+from kvkeep.backends.io.pieces import load_piece_bytes, pieces
 from kvkeep.codec.frame import (
     CODEC_RAW,
     HEADER_BYTES,
@@ -127,7 +127,7 @@ class ChunkReader:
     def _fill(self, fd: int, header: FrameHeader, target: memoryview) -> FrameFault | None:
         """Read the payload as it is stored."""
         hasher = new_hasher()
-        for position, piece in pieces(target, HEADER_BYTES):
+        for position, piece in pieces(target, HEADER_BYTES, load_piece_bytes(len(target))):
             done = read_fully(self._catalog.io, fd, [piece], HEADER_BYTES + position)
             if done < len(piece):
                 return FrameFault.TRUNCATED
