@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvkeep.gpu import native_transfer
+from kvkeep.gpu import native_transfer, threads
 from kvkeep.gpu.dense import DenseGPUConnector
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
@@ -34,7 +34,8 @@ class TestPagedConnector(ConnectorContract):
 
 class TestPagedConnectorInThreads(ConnectorContract):
     @pytest.fixture
-    def made(self, native):
+    def made(self, native, monkeypatch):
+        monkeypatch.setattr(threads, "HEAD_START_BYTES", 0)  # these layers are too small to share
         tensors = [torch.zeros(NUM_PAGES, 1344, dtype=torch.uint8) for _ in range(5)]
         return paged(tensors, 1344, copy_threads=3, native=native)
 

@@ -31,6 +31,11 @@ class HostTransfer(ABC):
     def __len__(self) -> int:
         """Number of chunks."""
 
+    @property
+    @abstractmethod
+    def layer_bytes(self) -> int:
+        """Bytes of all chunks in one layer."""
+
     @abstractmethod
     def copy(self, layers: range, chunks: range) -> None:
         """Copy some layers of some chunks; complete on return."""
@@ -81,6 +86,11 @@ class NumpyTransfer(HostTransfer):
         """See :class:`HostTransfer`."""
         return len(self._moves)
 
+    @property
+    def layer_bytes(self) -> int:
+        """See :class:`HostTransfer`."""
+        return layer_bytes_of(self._task)
+
     def copy(self, layers: range, chunks: range) -> None:
         """See :meth:`HostTransfer.copy`."""
         copy = scatter if self._task.to_engine else gather
@@ -88,6 +98,11 @@ class NumpyTransfer(HostTransfer):
             for part, rows in enumerate(self._task.layers[layer]):
                 for number in chunks:
                     copy(rows, self._moves[number], self._task.chunks[number][layer, part])
+
+
+def layer_bytes_of(task: HostTask) -> int:
+    """Bytes of all chunks of a transfer in one layer."""
+    return sum(chunk.nbytes for chunk in task.chunks) // max(1, len(task.layers))
 
 
 def moves_of(segments: Sequence[Segment], step: int) -> list[Move]:

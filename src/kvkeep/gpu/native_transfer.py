@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeep.gpu.host import ByteArray, HostTask, HostTransfer, NumpyTransfer
+from kvkeep.gpu.host import ByteArray, HostTask, HostTransfer, NumpyTransfer, layer_bytes_of
 from kvkeep.gpu.native import Addresses, How, Pieces, RowCopier, load_rows
 from kvkeep.gpu.slots import Int64Array
 
@@ -102,6 +102,11 @@ class NativeTransfer(HostTransfer):
     def __len__(self) -> int:
         """See :class:`HostTransfer`."""
         return len(self._task.chunks)
+
+    @property
+    def layer_bytes(self) -> int:
+        """See :class:`HostTransfer`."""
+        return layer_bytes_of(self._task)
 
     def copy(self, layers: range, chunks: range) -> None:
         """See :meth:`HostTransfer.copy`."""

@@ -287,8 +287,13 @@ class PagedGPUConnector(GPUConnectorInterface):
         self._threads.run([_job(transfer, part, chunks) for part in layers])
 
     def _copy_layers(self, transfer: _Transfer) -> Generator[None, None, None]:
+        parts = transfer.parts(self._threads)
+        if transfer.host is not None:
+            size_bytes = transfer.host.layer_bytes // max(1, transfer.num_chunks)
+            parts = self._threads.split_after(transfer.num_chunks, size_bytes)
         for layer in range(self.layout.num_layers):
-            self._threads.run(self._layer_jobs(transfer, layer))
+            one = range(layer, layer + 1)
+            self._threads.run([_job(transfer, one, part) for part in parts])
             yield
 
     def _layer_jobs(self, transfer: _Transfer, layer: int) -> list[Job]:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvkeep.gpu.threads import CopyThreads
+from kvkeep.gpu.threads import HEAD_START_BYTES, CopyThreads
 
 
 def test_jobs_run_at_the_same_time() -> None:
@@ -96,3 +96,24 @@ def test_parts_are_even_and_cover_everything(count: int) -> None:
     assert all(len(part) > 0 for part in parts)
     sizes = [len(part) for part in parts]
     assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("count", "item_bytes", "sizes"),
+    [
+        (16, HEAD_START_BYTES // 2, [6, 5, 5]),
+        (64, HEAD_START_BYTES // 2, [22, 21, 21]),
+        (4, HEAD_START_BYTES, [2, 1, 1]),
+        (5, HEAD_START_BYTES // 3, [4, 1]),
+        (5, HEAD_START_BYTES // 5, [5]),
+        (5, 1, [5]),
+        (3, HEAD_START_BYTES * 2, [1, 1, 1]),
+        (2, HEAD_START_BYTES * 2, [1, 1]),
+        (0, 0, []),
+    ],
+)
+def test_the_calling_thread_has_more_to_do(count: int, item_bytes: int, sizes: list[int]) -> None:
+    """By what it copies until another one has woken up; a small layer is all its."""
+    parts = CopyThreads(3).split_after(count, item_bytes)
+    assert [i for part in parts for i in part] == list(range(count))
+    assert [len(part) for part in parts] == sizes

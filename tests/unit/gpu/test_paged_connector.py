@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvkeep.errors import LayoutError
+from kvkeep.gpu import threads
 from kvkeep.gpu.base import KVCaches
 from kvkeep.gpu.device import DeviceCopier
 from kvkeep.gpu.paged import PagedGPUConnector
@@ -26,7 +27,8 @@ STARTS, ENDS = [0, 8, 16, 24], [8, 16, 24, 32]
 
 
 @pytest.fixture(params=WAYS)
-def connector(request):
+def connector(request, monkeypatch):
+    monkeypatch.setattr(threads, "HEAD_START_BYTES", 0)  # these layers are too small to share
     engine = PagedEngine(num_pages=12)
     made = PagedGPUConnector(engine.layout, **request.param)
     yield engine, made
