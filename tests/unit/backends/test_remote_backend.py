@@ -227,6 +227,25 @@ def test_a_load_that_is_too_late_is_a_miss(pool, connector, other, gate, metrics
     remote.close()
 
 
+def test_what_was_found_is_not_asked_for_again(remote, connector, other, metrics):
+    """The load after a lookup is one request, also of a chunk at a time; what went is a miss."""
+    other(KEYS)
+    assert remote.batched_async_contains(KEYS).result(WAIT_S) == 6
+    assert connector.calls["sizes"] == 1
+    with References(remote.batched_get_blocking(KEYS)) as held:
+        assert None not in held.objects
+    for key in KEYS:
+        with References(remote.batched_get_non_blocking([key]).result(WAIT_S)) as held:
+            assert None not in held.objects
+    assert connector.calls["sizes"] == 1
+    connector.inner.remove([name_of(KEYS[2])], WAIT_S)
+    for _ in range(2):
+        assert remote.batched_get_non_blocking(KEYS[2:3]).result(WAIT_S) == [None]
+    assert remote.flush(WAIT_S)
+    assert failures(metrics, "get", "missing") == 1  # the second one asked first
+    assert connector.calls["sizes"] == 2
+
+
 def test_chunks_that_go_between_question_and_load(remote, connector, other, metrics):
     """Fault 3: a miss at its position; the others are right."""
     other(KEYS)
@@ -505,6 +524,7 @@ def test_values_that_are_damaged_are_removed_and_stored_again(remote, connector,
     bad = [bytes(flipped), data[1][:-1], data[2][:100], b"", data[4] + b"x", data[0]]
     values = [Value(one[:HEADER_BYTES], one[HEADER_BYTES:]) for one in bad]
     connector.inner.put(names, values, WAIT_S)
+    assert remote.batched_contains(KEYS) == 2  # the others have impossible sizes
     assert remote.batched_get_blocking(KEYS) == [None] * 6
     assert remote.flush(WAIT_S)
     assert failures(metrics, "get", "payload_checksum") == 1

@@ -68,7 +68,9 @@ def test_a_claim_is_given_once_until_it_ends():
     assert first is not None
     assert other is not None
     assert known.claim([KEY]) == [None]
+    assert not known.has_seen([KEY])  # it is only about to be stored
     assert known.fulfil(KEY, first)
+    assert known.has_seen([KEY])
     assert known.claim([KEY]) == [None]
     known.give_up(OTHER, other)
     assert known.claim([OTHER]) != [None]
@@ -91,7 +93,10 @@ def test_the_stores_answers_correct_the_hints():
     known = KnownChunks()
     known.saw([KEY])
     assert known.claim([KEY]) == [None]
+    assert known.has_seen([KEY])
+    assert not known.has_seen([KEY, OTHER])
     known.missed([KEY])
+    assert not known.has_seen([KEY])
     assert known.claim([KEY]) != [None]
 
 

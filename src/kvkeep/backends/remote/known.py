@@ -49,6 +49,11 @@ class KnownChunks:
                     return number
         return len(keys)
 
+    def has_seen(self, keys: Sequence[ChunkKey]) -> bool:
+        """All of them were in the store, as far as this process knows; a claim is not enough."""
+        with self._lock:
+            return all(key in self._known for key in keys)
+
     def is_current(self, key: ChunkKey, claim: Claim) -> bool:
         """The claim was not taken back."""
         with self._lock:

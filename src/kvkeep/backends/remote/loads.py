@@ -154,8 +154,12 @@ class RemoteLoads:
         self._ask_first(keys, deadline).add_done_callback(start)
 
     def _ask_first(self, keys: Sequence[ChunkKey], deadline: float) -> Future[list[bool]]:
-        """Which chunks to load; all of them where asking costs as much as a load that misses."""
-        if self._calls.connector.sizes_at_once:
+        """Which chunks to load: all of them where nothing would be learned, or nothing saved.
+
+        A store that has said before that it has them is not asked again, and where asking costs as
+        much as a load that misses, it is not asked at all.
+        """
+        if self._calls.connector.sizes_at_once and not self._known.has_seen(keys):
             return self.ask(keys, deadline)
         all_of_them: Future[list[bool]] = Future()
         all_of_them.set_result([True] * len(keys))
