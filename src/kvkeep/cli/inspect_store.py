@@ -28,7 +28,7 @@ _TIMEOUT_S = 30.0
 
 def inspect_store(url: str, chunk: str | None, *, as_json: bool) -> None:
     """Show all holdings, or one chunk; exit code 1 if that does not verify."""
-    with telling_failures("inspect"), _open(RemoteURL.parse(url)) as survey:
+    with telling_failures("inspect"), open_survey(RemoteURL.parse(url)) as survey:
         place = str(RemoteURL.parse(url))
         if chunk is None:
             _show_holdings(survey, place, as_json=as_json)
@@ -50,7 +50,13 @@ def inspect_store(url: str, chunk: str | None, *, as_json: bool) -> None:
 
 
 @contextmanager
-def _open(url: RemoteURL) -> Iterator[StoreSurvey]:
+def open_survey(url: RemoteURL) -> Iterator[StoreSurvey]:
+    """A connection to a store, for people.
+
+    Raises:
+        ConfigError: there is no such kind of store, or it needs something that is not installed.
+        BackendError: the store does not answer.
+    """
     options = ConnectorOptions(connections=1, connect_timeout_s=5.0, max_value_bytes=MOST_BYTES)
     connector = create_connector(url, options)
     try:

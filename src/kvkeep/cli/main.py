@@ -14,6 +14,7 @@ import typer
 from kvkeep import __version__
 from kvkeep.cli import config
 from kvkeep.cli.bench import bench
+from kvkeep.cli.clear import clear
 from kvkeep.cli.demo import demo
 from kvkeep.cli.doctor import doctor
 from kvkeep.cli.fsck import fsck
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-_BEGIN, _WATCH, _STORES = "To begin", "To measure and watch", "To look into a store"
+_BEGIN, _WATCH, _STORES = "To begin", "To measure and watch", "To look into a store and clear it"
 
 app.command(
     epilog="Example: kvkeep demo --engine vllm --questions 3",
@@ -60,6 +61,10 @@ app.command(
     epilog="Example: kvkeep fsck /var/cache/kvkeep --repair",
     rich_help_panel=_STORES,
 )(fsck)
+app.command(
+    epilog="Example: kvkeep clear redis://cache.example:6379 --identity 3fa9",
+    rich_help_panel=_STORES,
+)(clear)
 
 
 def _print_version(asked: bool) -> None:

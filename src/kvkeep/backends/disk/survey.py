@@ -8,6 +8,7 @@ Every method blocks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -136,6 +137,41 @@ class Survey:
         finally:
             self._directory.close()
         return left
+
+    def clear(self, identity: str, report: Callable[[int], object]) -> int:
+        """Remove all chunks, or those of identities that start with these hex digits.
+
+        What has a chunk's name and is none goes only with all.
+
+        Args:
+            identity: hex digits of a digest; "" is all.
+            report: told how many went.
+
+        Returns:
+            How many went. What cannot be removed or read stays.
+
+        Raises:
+            OSError, BackendError: the directory cannot be changed, or its lock is held too long.
+        """
+        removed = 0
+        self._directory.open()
+        try:
+            for key, entry in self.entries:
+                if key is None or (identity and not self._is_of(key, identity)):
+                    continue
+                with contextlib.suppress(OSError):
+                    removed += self._directory.remove(Path(entry.path), inode=entry.inode())
+                report(removed)
+        finally:
+            self._directory.close()
+        return removed
+
+    def _is_of(self, key: ChunkKey, identity: str) -> bool:
+        try:
+            found = probe(self._io, self._directory, key)
+        except OSError:
+            return False
+        return isinstance(found, FoundChunk) and found.header.identity.hex().startswith(identity)
 
     def _walk(
         self, check: Callable[[ChunkKey], FoundChunk | FrameFault | None]

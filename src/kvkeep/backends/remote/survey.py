@@ -1,4 +1,4 @@
-"""StoreSurvey: what a remote store holds, by who wrote it. For people; blocks; changes nothing."""
+"""StoreSurvey: what a remote store holds, by who wrote it, and its removal. For people; blocks."""
 
 from __future__ import annotations
 
@@ -92,11 +92,32 @@ class StoreSurvey:
         while batch := list(dict.fromkeys(islice(names, _AT_ONCE))):
             sizes = self._connector.sizes(batch, self._timeout_s)
             for name, size in zip(batch, sizes, strict=True):
-                identity = name.removeprefix(ROOT).partition("/")[0]
+                identity = _identity_of(name)
                 holding = found.setdefault(identity, StoreHolding(identity))
                 holding.chunks += 1
                 holding.size_bytes += size
         return sorted(found.values(), key=lambda one: (-one.size_bytes, one.identity))
+
+    def clear(self, identity: str, report: Callable[[int], object]) -> int:
+        """Remove all values, or those of identities that start with these hex digits.
+
+        Args:
+            identity: hex digits of a digest; "" is all. Names have only the first ones of it.
+            report: told, now and then, how many went.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            BackendError: the store failed; some may be gone.
+        """
+        removed = 0
+        names = self._names()
+        while batch := list(islice(names, _AT_ONCE)):
+            chosen = [name for name in dict.fromkeys(batch) if _is_of(name, identity)]
+            removed += sum(self._connector.remove(chosen, self._timeout_s))
+            report(removed)
+        return removed
 
     def find(self, digits: str) -> str:
         """The name of the one value whose key starts with these hex digits.
@@ -125,6 +146,15 @@ class StoreSurvey:
 
     def _names(self) -> Iterator[str]:
         return self._connector.names(ROOT, self._timeout_s)
+
+
+def _identity_of(name: str) -> str:
+    return name.removeprefix(ROOT).partition("/")[0]
+
+
+def _is_of(name: str, digits: str) -> bool:
+    identity = _identity_of(name)
+    return identity.startswith(digits[: len(identity)])
 
 
 #: For a connector that only looks: no value of ours is larger.
