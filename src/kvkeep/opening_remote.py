@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.backends.remote.backend import RemoteBackend, RemoteOptions
 from kvkeep.backends.remote.base import HEADER_BYTES, ConnectorOptions
+from kvkeep.backends.remote.known import BELIEVED_S
 from kvkeep.backends.remote.names import create_connector
 from kvkeep.codec.base import Codec
 from kvkeep.codec.frame import ChunkMeta
@@ -74,6 +75,7 @@ def open_remote(
             store_timeout_s=remote.store_timeout,
             lookup_timeout_s=settings.lookup.timeout * remote.lookup_share,
             probe_timeout_s=2 * remote.connect_timeout,
+            believed_s=BELIEVED_S if remote.ttl is None else min(BELIEVED_S, remote.ttl),
         ),
         identity=identity,
         full_chunk=chunk,

@@ -353,6 +353,19 @@ def test_what_the_store_has_evicted_is_stored_again(remote, connector, pool):
     assert remote.batched_contains(KEYS) == 6
 
 
+def test_what_the_store_has_lost_is_stored_again_without_a_lookup(connector, pool):
+    """Memory may answer all lookups, or the cost rule may leave the tier out."""
+    remote = make_remote(pool, connector, believed_s=0.0)
+    put(remote, pool, KEYS)
+    connector.inner.remove([name_of(key) for key in KEYS], WAIT_S)
+    put(remote, pool, KEYS)
+    assert connector.inner.sizes([name_of(key) for key in KEYS], WAIT_S) != [0] * 6
+    connector.calls.clear()
+    put(remote, pool, KEYS)
+    assert connector.calls["put"] == 0  # it was asked, and has them
+    remote.close()
+
+
 def test_a_store_that_is_slow_holds_bounded_memory_and_no_loads(remote, connector, pool, gate,
                                                                 metrics, other):  # fmt: skip
     """Fault 43: the rest of a batch is dropped and counted; loads go on meanwhile."""

@@ -108,6 +108,23 @@ def test_hints_are_bounded():
     assert [claim is None for claim in known.claim(keys[13:17])] == [False, False, True, True]
 
 
+def test_a_hint_ends_by_itself():
+    """The store may have lost the chunk, and is not asked as long as memory has it."""
+    now = 100.0
+    known = KnownChunks(believed_s=10.0, clock=lambda: now)
+    known.saw([KEY, OTHER])
+    now = 109.0
+    assert known.has_seen([KEY, OTHER])
+    assert known.run_length([KEY, OTHER]) == 2
+    known.saw([OTHER])
+    now = 110.0
+    assert not known.has_seen([KEY, OTHER])
+    assert known.run_length([KEY, OTHER]) == 0
+    claims = known.claim([KEY, OTHER])
+    assert claims[0] is not None
+    assert claims[1] is None
+
+
 # -- one value -----------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from kvkeep.backends.lease import Lease
 from kvkeep.backends.remote.base import RemoteConnector
 from kvkeep.backends.remote.calls import StoreCalls
 from kvkeep.backends.remote.condition import RemoteCondition
-from kvkeep.backends.remote.known import KnownChunks
+from kvkeep.backends.remote.known import BELIEVED_S, KnownChunks
 from kvkeep.backends.remote.loads import RemoteLoads
 from kvkeep.backends.remote.removal import RemoteRemoval
 from kvkeep.backends.remote.reports import TIER, RemoteReports
@@ -61,6 +61,7 @@ class RemoteOptions:
         probe_timeout_s: a store that takes longer to answer a probe is still failing.
         clear_timeout_s: what removing all chunks may take.
         close_timeout_s: how long closing waits for queued stores.
+        believed_s: a chunk that is stored anew is not sent again so long after the store had it.
     """
 
     threads: int = 4
@@ -71,6 +72,7 @@ class RemoteOptions:
     probe_timeout_s: float = 1.0
     clear_timeout_s: float = 60.0
     close_timeout_s: float = 10.0
+    believed_s: float = BELIEVED_S
 
 
 class RemoteBackend(StorageBackendInterface):
@@ -105,7 +107,7 @@ class RemoteBackend(StorageBackendInterface):
         self._connector = connector
         self._allocator_backend = allocator_backend
         self._reports = RemoteReports(metrics)
-        self._known = KnownChunks()
+        self._known = KnownChunks(believed_s=options.believed_s)
         self._calls = StoreCalls(connector, self._reports)
         self._pool = IOPool(
             name="remote",
