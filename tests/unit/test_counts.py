@@ -24,7 +24,6 @@ from kvkeep.backends.disk.catalog import Catalog
 from kvkeep.backends.disk.directory import DiskDirectory
 from kvkeep.backends.disk.index import DiskIndex
 from kvkeep.backends.disk.reports import DiskReports
-from kvkeep.backends.io import pool as io_pool
 from kvkeep.backends.io.pool import IOPool, StoreJob
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.backends.remote.names import create_connector
@@ -439,20 +438,6 @@ def test_a_store_wakes_nobody_but_who_writes_it(monkeypatch) -> None:
     assert sorted(done) == list(range(100))
     assert waits["kvkeep-test-0"] <= 1  # its first one may come as late as that
     assert waits[threading.current_thread().name] <= 1
-    pool.close(10)
-
-
-def test_only_a_thread_that_was_woken_looks_for_its_core(monkeypatch) -> None:
-    """One that goes on with the next load stays where it is."""
-    moves: list[int] = []
-    monkeypatch.setattr(io_pool, "go_home", lambda index, num_threads: moves.append(index))
-    pool = IOPool(name="test", threads=2, max_queued_bytes=100, on_error=pytest.fail)
-    gate = threading.Event()
-    loads = [pool.load(partial(gate.wait, 10)) for _ in range(100)]
-    gate.set()
-    assert all(load.result(10) for load in loads)
-    assert pool.wait_idle(10)
-    assert len(moves) <= 10  # a thread may have found no load between two of them
     pool.close(10)
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from kvkeep.backends.io.home_core import go_home
-
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
 
@@ -168,11 +166,10 @@ class IOPool:
     def _next(self, index: int) -> Callable[[], None] | None:
         """The next job of this thread, None at the end. Only an idle thread waits here."""
         run: Callable[[], None]
-        home = None  # only who was woken may be on another one's core
         with self._lock:
             while True:
                 if self._loads:
-                    run = partial(self._run_load, home, *self._loads.popleft())
+                    run = partial(_run_load, *self._loads.popleft())
                 elif self._stores and index > 0:
                     job = self._stores.popleft()
                     self._queued_bytes -= job.size_bytes
@@ -181,19 +178,17 @@ class IOPool:
                     return None
                 else:
                     (self._for_all if index else self._for_loads).wait()
-                    home = index
                     continue
                 self._running[index] = time.monotonic()
                 return run
 
-    def _run_load(self, home: int | None, future: Future[Any], task: Callable[[], Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        if home is not None:
-            go_home(home, len(self._threads))
-        try:
-            result = task()
-        except Exception as error:  # noqa: BLE001  the top of this task: it travels in the future
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+
+def _run_load(future: Future[Any], task: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = task()
+    except Exception as error:  # noqa: BLE001  the top of this task: the error travels in the future
+        future.set_exception(error)
+    else:
+        future.set_result(result)
