@@ -54,6 +54,7 @@ class _Transfer:
         plan: what the device copies; None where the caches are on the CPU.
         stream: the caller's.
         to_engine: the direction.
+        parts: the chunks in as many parts as may be copied at once, layer by layer.
     """
 
     pages: _Pages
@@ -61,6 +62,7 @@ class _Transfer:
     plan: CopyPlan | None
     stream: torch.cuda.Stream | None
     to_engine: bool
+    parts: Sequence[range]
 
     @property
     def num_chunks(self) -> int:
@@ -68,12 +70,6 @@ class _Transfer:
         if self.host is not None:
             return len(self.host)
         return len(self.plan.chunks) if self.plan is not None else 0
-
-    def parts(self, threads: CopyThreads) -> list[range]:
-        """The chunks in as many parts as may be copied at once."""
-        if self.host is not None:
-            return threads.split(len(self.host))
-        return [range(self.num_chunks)]  # the device copies one thing after the other
 
     def copy(self, layers: range, chunks: range) -> None:
         """Copy some layers of some chunks; all of them where the device copies."""
@@ -274,10 +270,17 @@ class PagedGPUConnector(GPUConnectorInterface):
         if copier is not None:
             segments = [segments_of(numbers) for numbers in places]
             plan = copier.plan(segments, [chunk[:, 0] for chunk in chunks], step)
-            return _Transfer(pages, None, plan, copier.caller_stream(), to_engine)
+            one = [range(len(plan.chunks))]  # the device copies one thing after the other
+            return _Transfer(pages, None, plan, copier.caller_stream(), to_engine, one)
         task = HostTask(pages.layers, step, places, chunks, to_engine)
         host = plan_transfer(task, native=self._native)
-        return _Transfer(pages, host, None, None, to_engine)
+        return _Transfer(pages, host, None, None, to_engine, self._host_parts(host, to_engine))
+
+    def _host_parts(self, host: HostTransfer, to_engine: bool) -> list[range]:
+        """Layers of a load are queued ahead; each of a store begins and ends with the caller."""
+        if to_engine:
+            return self._threads.split(len(host))
+        return self._threads.split_after(len(host), host.layer_bytes // max(1, len(host)))
 
     def _copy_all(self, transfer: _Transfer) -> None:
         layers = [range(self.layout.num_layers)]  # all in one: the host waits once for a device
@@ -287,19 +290,14 @@ class PagedGPUConnector(GPUConnectorInterface):
         self._threads.run([_job(transfer, part, chunks) for part in layers])
 
     def _copy_layers(self, transfer: _Transfer) -> Generator[None, None, None]:
-        parts = transfer.parts(self._threads)
-        if transfer.host is not None:
-            size_bytes = transfer.host.layer_bytes // max(1, transfer.num_chunks)
-            parts = self._threads.split_after(transfer.num_chunks, size_bytes)
         for layer in range(self.layout.num_layers):
-            one = range(layer, layer + 1)
-            self._threads.run([_job(transfer, one, part) for part in parts])
+            self._threads.run(self._layer_jobs(transfer, layer))
             yield
 
     def _layer_jobs(self, transfer: _Transfer, layer: int) -> list[Job]:
         """One layer in as many jobs as there are threads."""
         one = range(layer, layer + 1)
-        return [_job(transfer, one, part) for part in transfer.parts(self._threads)]
+        return [_job(transfer, one, part) for part in transfer.parts]
 
 
 def _job(transfer: _Transfer, layers: range, chunks: range) -> Job:
