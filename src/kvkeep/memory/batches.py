@@ -125,7 +125,8 @@ def _give_all(objects: Sequence[MemoryObj], give: _Give) -> None:
     first_error: OwnershipError | None = None
     for owner, run in _runs(objects):
         with owner.count_lock:
-            first_error = first_error or give(run)
+            error = give(run)
             owner.note_release_locked(None)
+        first_error = first_error or error
     if first_error is not None:
         raise first_error

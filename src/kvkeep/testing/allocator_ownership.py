@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvkeep.errors import OwnershipError
+from kvkeep.memory.arena import Arena
 from kvkeep.memory.base import MemoryAllocatorInterface, MemoryObj
 from kvkeep.memory.batches import (
     batched_pin,
@@ -19,6 +20,7 @@ from kvkeep.memory.batches import (
     batched_unpin,
 )
 from kvkeep.memory.ownership import References
+from kvkeep.memory.paged import PagedAllocator
 
 #: Shape and dtype of the objects that the contract allocates, 3072 bytes.
 SHAPE = (2, 3, 8, 16)
@@ -115,6 +117,24 @@ class OwnershipContract:
         with pytest.raises(OwnershipError, match="twice"):
             batched_ref_count_down(objects)
         assert not any(obj.is_alive for obj in objects)
+
+    @pytest.mark.parametrize("give", [batched_ref_count_down, batched_unpin])
+    def test_an_error_in_one_pool_keeps_nothing_of_the_next(
+        self,
+        allocator: MemoryAllocatorInterface,
+        give: Callable[[list[MemoryObj]], None],
+    ) -> None:
+        """A batch may belong to several pools; giving goes on in those after the error."""
+        other = PagedAllocator(Arena(OBJECT_BYTES), OBJECT_BYTES)
+        bad, good = take(other), take(allocator)
+        bad.ref_count_down()
+        if give is batched_unpin:
+            good.pin()
+            good.ref_count_down()
+        with pytest.raises(OwnershipError, match="twice"):
+            give([bad, good])
+        assert allocator.memcheck().num_objects == 0
+        other.close()
 
     def test_an_exception_leaks_nothing(self, allocator: MemoryAllocatorInterface) -> None:
         """Fault 18: what was allocated before an exception is given back by its owner object."""
