@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -16,7 +16,7 @@ from kvkeep.backends.disk.survey import Survey
 from kvkeep.backends.remote.survey import StoreHolding
 from kvkeep.cli.bar import Bar
 from kvkeep.cli.failures import telling_failures
-from kvkeep.cli.inspect_store import open_survey
+from kvkeep.cli.inspect_store import PlaceArgument, open_survey
 from kvkeep.cli.texts import about_size
 from kvkeep.config.store_url import RemoteURL
 from kvkeep.errors import ConfigError
@@ -30,8 +30,8 @@ class _Place(Protocol):
     def holdings(self) -> list[StoreHolding]:
         """What it holds, by identity."""
 
-    def clear(self, identity: str, report: Callable[[int], object]) -> int:
-        """Remove the chunks of identities that start so; returns how many went."""
+    def clear(self, identities: Collection[str] | None, report: Callable[[int], object]) -> int:
+        """Remove all chunks, or those of these identities; returns how many went."""
 
 
 class _Directory:
@@ -44,23 +44,17 @@ class _Directory:
         found = summarize(Survey(self._path)).holdings
         return [StoreHolding(one.identity.hex(), one.chunks, one.size_bytes) for one in found]
 
-    def clear(self, identity: str, report: Callable[[int], object]) -> int:
-        return Survey(self._path).clear(identity, report)
+    def clear(self, identities: Collection[str] | None, report: Callable[[int], object]) -> int:
+        chosen = None if identities is None else set(map(bytes.fromhex, identities))
+        return Survey(self._path).clear(chosen, report)
 
 
 def clear(
-    place: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIRECTORY_OR_URL",
-            help="The disk tier's directory (disk.path), or the remote tier's store (remote.url).",
-            show_default=False,
-        ),
-    ],
+    place: PlaceArgument,
     identity: Annotated[
-        str,
+        str | None,
         typer.Option(help="Only chunks of this one: its first hex digits, see kvkeep inspect."),
-    ] = "",
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
@@ -69,25 +63,23 @@ def clear(
     Engines may run meanwhile; they compute again what is gone. Ends with exit code 1 if something
     is left, or if the answer was no, and with 2 if it could not run.
     """
-    identity = identity.strip().lower()
     with telling_failures("clear"):
-        if set(identity) - _HEX:
-            raise ConfigError(f"--identity {identity!r}: these are no hex digits")
+        digits = "" if identity is None else _digits(identity)
         with _opened(place) as (name, there):
-            chosen = [one for one in there.holdings() if _is_of(one.identity, identity)]
+            chosen = [one for one in there.holdings() if _is_of(one.identity, digits)]
             num_chunks = sum(one.chunks for one in chosen)
             size = about_size(sum(one.size_bytes for one in chosen))
-            if identity and not chosen:
-                raise ConfigError(f"no identity in {name} starts with {identity}")
+            if digits and not chosen:
+                raise ConfigError(f"no identity in {name} starts with {digits}")
             if num_chunks and not yes:
                 question = f"Remove {_chunks(num_chunks)}, {size}, from {name}?"
                 typer.confirm(question, abort=True, err=True)
             with Bar(Console(stderr=True)) as bar:
                 removed = there.clear(
-                    identity,
+                    {one.identity for one in chosen} if digits else None,
                     lambda done: bar.report(done, num_chunks, f"removed {_chunks(done)}"),
                 )
-            left = sum(one.chunks for one in there.holdings() if _is_of(one.identity, identity))
+            left = sum(one.chunks for one in there.holdings() if _is_of(one.identity, digits))
     if as_json:
         typer.echo(json.dumps({"place": name, "removed": removed, "left": left}))
     else:
@@ -98,6 +90,14 @@ def clear(
 
 def _chunks(number: int) -> str:
     return "1 chunk" if number == 1 else f"{number:,} chunks"
+
+
+def _digits(identity: str) -> str:
+    """The digits that were given; none at all would be everything, which nobody has asked for."""
+    digits = identity.strip().lower()
+    if not digits or set(digits) - _HEX:
+        raise ConfigError(f"--identity {identity!r}: these are no hex digits")
+    return digits
 
 
 def _is_of(identity: str, digits: str) -> bool:

@@ -18,7 +18,7 @@ from kvkeep.backends.disk.scan import FoundChunk
 from kvkeep.backends.disk.summary import Holding, Summary, summarize
 from kvkeep.backends.disk.survey import Survey
 from kvkeep.cli.failures import telling_failures
-from kvkeep.cli.inspect_store import inspect_store
+from kvkeep.cli.inspect_store import PlaceArgument, inspect_store
 from kvkeep.cli.texts import about_size, ago
 from kvkeep.codec.frame import FrameFault
 from kvkeep.codec.names import codec_by_code
@@ -31,14 +31,7 @@ _SHORT = 16
 
 
 def inspect(
-    place: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIRECTORY_OR_URL",
-            help="The disk tier's directory (disk.path), or the remote tier's store (remote.url).",
-            show_default=False,
-        ),
-    ],
+    place: PlaceArgument,
     chunk: Annotated[
         str | None, typer.Option(help="Show this chunk: the first hex digits of its key.")
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 from rich import box
@@ -22,6 +23,15 @@ from kvkeep.codec.names import codec_by_code
 from kvkeep.config.store_url import RemoteURL
 from kvkeep.errors import ConfigError
 
+#: The argument of every command that looks into a tier's store.
+PlaceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIRECTORY_OR_URL",
+        help="The disk tier's directory (disk.path), or the remote tier's store (remote.url).",
+        show_default=False,
+    ),
+]
 WIDTH = 80
 _TIMEOUT_S = 30.0
 

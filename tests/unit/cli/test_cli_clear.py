@@ -76,7 +76,8 @@ def test_it_asks_first(run, place, answer, num_left):
 
 
 @pytest.mark.parametrize(
-    ("identity", "words"), [("xyz", "no hex digits"), ("0" * 20, "no identity in")]
+    ("identity", "words"),
+    [("xyz", "no hex digits"), ("", "no hex digits"), ("0" * 20, "no identity in")],
 )
 def test_an_identity_that_is_none_removes_nothing(run, place, identity, words):
     done = run("clear", place, "--identity", identity, "--yes")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,13 +138,13 @@ class Survey:
             self._directory.close()
         return left
 
-    def clear(self, identity: str, report: Callable[[int], object]) -> int:
-        """Remove all chunks, or those of identities that start with these hex digits.
+    def clear(self, identities: Collection[bytes] | None, report: Callable[[int], object]) -> int:
+        """Remove all chunks, or those of some identities.
 
         What has a chunk's name and is none goes only with all.
 
         Args:
-            identity: hex digits of a digest; "" is all.
+            identities: digests, as headers have them; None is all.
             report: told how many went.
 
         Returns:
@@ -157,7 +157,7 @@ class Survey:
         self._directory.open()
         try:
             for key, entry in self.entries:
-                if key is None or (identity and not self._is_of(key, identity)):
+                if key is None or (identities is not None and not self._is_of(key, identities)):
                     continue
                 with contextlib.suppress(OSError):
                     removed += self._directory.remove(Path(entry.path), inode=entry.inode())
@@ -166,12 +166,12 @@ class Survey:
             self._directory.close()
         return removed
 
-    def _is_of(self, key: ChunkKey, identity: str) -> bool:
+    def _is_of(self, key: ChunkKey, identities: Collection[bytes]) -> bool:
         try:
             found = probe(self._io, self._directory, key)
         except OSError:
             return False
-        return isinstance(found, FoundChunk) and found.header.identity.hex().startswith(identity)
+        return isinstance(found, FoundChunk) and found.header.identity in identities
 
     def _walk(
         self, check: Callable[[ChunkKey], FoundChunk | FrameFault | None]

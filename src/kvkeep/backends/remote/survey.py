@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -98,11 +98,11 @@ class StoreSurvey:
                 holding.size_bytes += size
         return sorted(found.values(), key=lambda one: (-one.size_bytes, one.identity))
 
-    def clear(self, identity: str, report: Callable[[int], object]) -> int:
-        """Remove all values, or those of identities that start with these hex digits.
+    def clear(self, identities: Collection[str] | None, report: Callable[[int], object]) -> int:
+        """Remove all values, or those of some identities.
 
         Args:
-            identity: hex digits of a digest; "" is all. Names have only the first ones of it.
+            identities: as :class:`StoreHolding` has them; None is all.
             report: told, now and then, how many went.
 
         Returns:
@@ -114,7 +114,11 @@ class StoreSurvey:
         removed = 0
         names = self._names()
         while batch := list(islice(names, _AT_ONCE)):
-            chosen = [name for name in dict.fromkeys(batch) if _is_of(name, identity)]
+            chosen = [
+                name
+                for name in dict.fromkeys(batch)
+                if identities is None or _identity_of(name) in identities
+            ]
             removed += sum(self._connector.remove(chosen, self._timeout_s))
             report(removed)
         return removed
@@ -150,11 +154,6 @@ class StoreSurvey:
 
 def _identity_of(name: str) -> str:
     return name.removeprefix(ROOT).partition("/")[0]
-
-
-def _is_of(name: str, digits: str) -> bool:
-    identity = _identity_of(name)
-    return identity.startswith(digits[: len(identity)])
 
 
 #: For a connector that only looks: no value of ours is larger.
