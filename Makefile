@@ -44,14 +44,14 @@ format: $(VENV)/.test ## Format the code and write the generated tables
 
 fuzz: export KVKEEP_FUZZ_SECONDS ?= 240
 fuzz: $(VENV)/.fuzz ## Feed every parser of bytes from outside, guided by coverage
-	@$(PY) -m kvkeep.testing.fuzzing --seconds $$KVKEEP_FUZZ_SECONDS
+	@PYTHONPATH=tests $(PY) -m support.fuzzing --seconds $$KVKEEP_FUZZ_SECONDS
 
 docs: $(VENV)/.test ## Build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	@echo "site/index.html; with search: python -m http.server --directory site"
 
 bench: $(VENV)/.test $(VENV)/.vllm $(VENV)/.servers ## Speed, as ratios within one run; ONLY=copies for a part
-	@$(PY) benchmarks/run.py --only "$(ONLY)"
+	@PYTHONPATH=tests $(PY) benchmarks/run.py --only "$(ONLY)"
 
 clean: ## Remove .venv and all caches
 	@rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/kvkeep/gpu/*.so

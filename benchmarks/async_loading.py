@@ -34,7 +34,7 @@ SLOW = {
     "plugins": [
         {
             "name": "SlowBackend",
-            "module": "kvkeep.testing.slow:SlowBackend",
+            "module": "kvkeep.testing.faulty:SlowBackend",
             "settings": {"seconds_per_chunk": SECONDS_PER_CHUNK},
         }
     ],

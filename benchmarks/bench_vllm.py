@@ -357,8 +357,8 @@ def plain_redis(report: Report, url: str, timings: dict[int, list[Timing]]) -> N
 @contextmanager
 def redis_tier(report: Report) -> Iterator[dict[str, object]]:
     """Settings of a Redis server that runs; none where there is none to start."""
-    from kvkeep.testing.servers.process import ServerError
-    from kvkeep.testing.servers.redis import redis_server
+    from support.servers.process import ServerError
+    from support.servers.redis import redis_server
 
     with ExitStack() as stack:
         tier: dict[str, object] = {}

@@ -30,8 +30,7 @@ from kvkeep.codec.base import Codec
 from kvkeep.codec.frame import ChunkMeta
 from kvkeep.codec.names import CODEC_NAMES, codec_of, decode_chunk, encode_chunk
 from kvkeep.connectors.hf.caches import new_cache, set_layer
-from kvkeep.demo.model import prepare_model, quiet_transformers
-from kvkeep.demo.prompts import read_document
+from kvkeep.demo.model import prepare_model, quiet_transformers, read_document
 from kvkeep.layout import MemoryFormat
 
 ROOT = Path(__file__).parent.parent

@@ -2,7 +2,7 @@
 
     python benchmarks/disk.py --dir /some/disk --total-mib 512
 
-For each chunk size: rates and their ratio, see kvkeep.bench.disk, and how long a start takes per
+For each chunk size: rates and their ratio, see kvkeep.bench.tiers, and how long a start takes per
 chunk. Then the share of the checksums.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeep.bench.disk import measure_disk
+from kvkeep.bench.tiers import measure_disk
 from kvkeep.codec.frame import checksum
 
 

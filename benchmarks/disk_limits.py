@@ -30,22 +30,22 @@ import torch
 import typer
 from rich.console import Console
 
-from kvkeep.backends.disk import reader
+from kvkeep.backends.disk import chunk_files
+from kvkeep.backends.disk.backend import DiskOptions, LocalDiskBackend
+from kvkeep.backends.disk.directory import ROOT_NAME
 from kvkeep.backends.disk.index import DiskEntry
-from kvkeep.backends.disk.names import ROOT_NAME
-from kvkeep.backends.local_disk import DiskOptions, LocalDiskBackend
-from kvkeep.bench.chunks import TierChunks
 from kvkeep.bench.measure import Row, seconds, show, time_row
+from kvkeep.bench.rig import TierChunks
 from kvkeep.codec.names import codec_of
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
-from kvkeep.manager import CacheManager
-from kvkeep.memory.ownership import References
+from kvkeep.memory.base import References
 from kvkeep.metrics import Metrics
 from kvkeep.policy.base import CachePolicy
-from kvkeep.policy.lru import LRUPolicy
+from kvkeep.policy.classic import LRUPolicy
 
 WAIT_S = 300.0
 #: Hardware CRC-32C, to compare with (kvkeep has none); ``pip install google-crc32c``.
@@ -212,10 +212,10 @@ def one_round(limits: DiskLimits, codecs: list[str]) -> dict[str, float]:
     took["read, cold"] = limits.read_tier(disk)
     took["plain read, warm"] = limits.read_plain()
     took["read, warm"] = limits.read_tier(disk)
-    with mock.patch.object(reader, "new_hasher", NoHash):
+    with mock.patch.object(chunk_files, "new_hasher", NoHash):
         took["read without checksum"] = limits.read_tier(disk)
     if HAS_CRC32C:
-        with mock.patch.object(reader, "new_hasher", Crc32c):
+        with mock.patch.object(chunk_files, "new_hasher", Crc32c):
             took["read with crc32c"] = limits.read_tier(disk)
     disk.close()
     shutil.rmtree(limits.root / "tier" / ROOT_NAME)

@@ -21,10 +21,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvkeep.bench.copies import NUM_LAYERS, TOKEN_LAYER_BYTES
+from kvkeep.bench.engine import NUM_LAYERS, TOKEN_LAYER_BYTES
 from kvkeep.bench.measure import machine, seconds
 from kvkeep.bench.rig import Made, make_engine
-from kvkeep.memory.paged import PagedAllocator
+from kvkeep.memory.allocators import PagedAllocator
 from kvkeep.memory.prefault import Prefaulter
 
 #: How long the background thread may take before the store begins.

@@ -12,14 +12,11 @@ import random
 import time
 from pathlib import Path
 
-from kvkeep.keys import ChunkKey
-from kvkeep.policy.fifo import FIFOPolicy
-from kvkeep.policy.lfu import LFUPolicy
-from kvkeep.policy.lru import LRUPolicy
+from kvkeep.hashing import ChunkKey
+from kvkeep.policy.classic import FIFOPolicy, LFUPolicy, LRUPolicy
 from kvkeep.policy.probation import ProbationPolicy
 from kvkeep.policy.reuse import ReusePolicy
-from kvkeep.replay.optimum import optimum
-from kvkeep.replay.simulator import replay
+from kvkeep.replay.sweep import optimum, replay
 from kvkeep.replay.trace import read_trace
 from kvkeep.replay.workloads import WORKLOADS, workload
 

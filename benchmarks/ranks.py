@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import CacheManager
-from kvkeep.memory.sizing import WorkerPlace
+from kvkeep.memory.placement import WorkerPlace
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.paged_engine import PagedEngine
+from support.paged_engine import PagedEngine
 
 TURNS, CHUNK, PAGE, LAYERS = 60, 256, 16, 16
 PAGE_BYTES = (1 << 20) // (CHUNK // PAGE) // LAYERS

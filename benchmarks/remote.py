@@ -27,23 +27,22 @@ import numpy as np
 import torch
 
 from kvkeep.backends.local_cpu import LocalCPUBackend
+from kvkeep.backends.remote import create_connector
 from kvkeep.backends.remote.backend import RemoteBackend, RemoteOptions
 from kvkeep.backends.remote.base import HEADER_BYTES, ConnectorOptions
-from kvkeep.backends.remote.names import create_connector
 from kvkeep.codec.frame import ChunkMeta
 from kvkeep.codec.names import codec_of
-from kvkeep.config.store_url import RemoteURL
+from kvkeep.config.base import RemoteURL
 from kvkeep.layout import GroupLayout, MemoryFormat
-from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.base import MemoryObj, References
 from kvkeep.memory.factory import initialize_allocator, tensor_pool
-from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
-from kvkeep.policy.lru import LRUPolicy
+from kvkeep.policy.classic import LRUPolicy
 from kvkeep.testing.chunks import make_key
-from kvkeep.testing.disk import IDENTITY
-from kvkeep.testing.servers.mooncake import MooncakePool, mooncake_pool
-from kvkeep.testing.servers.redis import RedisServer, redis_server
-from kvkeep.testing.servers.s3 import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, s3_server
+from support.disk import IDENTITY
+from support.servers.mooncake import MooncakePool, mooncake_pool
+from support.servers.redis import RedisServer, redis_server
+from support.servers.s3 import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, s3_server
 
 #: Values of one call of Mooncake's batch functions, as RemoteBackend has them.
 PUT_GROUP, GET_GROUP = 4, 8

@@ -22,7 +22,7 @@ import torch
 import typer
 from rich.console import Console
 
-from kvkeep.bench import copies, eviction, keys
+from kvkeep.bench import engine
 from kvkeep.bench.measure import Row, save, show
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,7 +47,7 @@ def remote_rows(repeats: int) -> list[Row]:
     """Remote stores beside their client libraries."""
     import remote
 
-    from kvkeep.testing.servers.process import ServerError
+    from support.servers.process import ServerError
 
     rows = []
     for kind in STORES:
@@ -88,9 +88,9 @@ def vllm_rows(repeats: int, lmcache_python: str = "") -> list[Row]:
 
 #: Rows of each section, by its name.
 SECTIONS: dict[str, Callable[[int], list[Row]]] = {
-    "keys": keys.run,
-    "copies": lambda repeats: copies.run_cases(repeats, copies.MATRIX),
-    "eviction": eviction.run,
+    "keys": engine.run_keys,
+    "copies": lambda repeats: engine.run_cases(repeats, engine.MATRIX),
+    "eviction": engine.run_eviction,
     "scale": scale_rows,
     "disk": disk_rows,
     "remote": remote_rows,

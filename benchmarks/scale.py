@@ -28,14 +28,13 @@ import torch
 import typer
 from rich.console import Console
 
-from kvkeep.backends.lease import Lease
+from kvkeep.backends.base import Lease
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.bench.measure import Row, seconds, show
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.base import MemoryAllocatorInterface
+from kvkeep.memory.base import MemoryAllocatorInterface, References
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.policy.names import create_policy
 

@@ -13,14 +13,14 @@ import statistics
 import time
 from pathlib import Path
 
+from kvkeep.backends.disk.directory import chunk_name
 from kvkeep.backends.disk.files import FILE_MODE
-from kvkeep.backends.disk.names import chunk_name
 from kvkeep.bench.measure import Row, seconds
 from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta, FrameHeader, checksum, writer_digest
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
 from kvkeep.layout import MemoryFormat
 from kvkeep.testing import chunks
-from kvkeep.testing.disk import IDENTITY, chunk_path, make_disk
+from support.disk import IDENTITY, chunk_path, make_disk
 
 STARTS = 7
 #: What a start per chunk may take of that of a directory with a tenth of the chunks.

@@ -13,9 +13,7 @@ from kvcache_sim.plan import build_execution_plan
 from kvcache_sim.policies import simulate_policy
 from kvcache_sim.trace import parse_trace_file
 
-from kvkeep.replay.optimum import optimum
-from kvkeep.replay.simulator import replay
-from kvkeep.replay.sweep import new_policy
+from kvkeep.replay.sweep import new_policy, optimum, replay
 from kvkeep.replay.trace import MOONCAKE_BLOCK_TOKENS, read_trace
 
 SHARES = (64, 16, 4)

@@ -239,7 +239,7 @@ def lmcache_server(
         gib: memory of its server.
         tiers: what it calls L2 adapters: where it keeps what survives it.
     """
-    from kvkeep.testing.servers.process import free_port
+    from support.servers.process import free_port
 
     port, http_port = free_port(), free_port()
     options = {

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from kvkeep.config.engines import VLLM_ONLY
 from kvkeep.config.load import setting_fields
+from kvkeep.config.settings import VLLM_ONLY
 from kvkeep.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent

@@ -1,6 +1,6 @@
 """Checks that a module is one idea and a function fits on a screen.
 
-A module has at most 350 lines; a function at most 60, its docstring apart, and at most 6
+A module has at most 800 lines; a function at most 60, its docstring apart, and at most 6
 parameters, where keyword-only ones of public functions do not count.
 
 Use: ``python scripts/check_sizes.py [SOURCE_FOLDER]``; exit code 1 and one line per violation.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MODULE_LINES = 350
+MODULE_LINES = 800
 FUNCTION_LINES = 60
 PARAMETERS = 6
 

@@ -8,6 +8,7 @@ that cannot have what they need; where a platform has it, a missing one is a fai
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ import hypothesis
 import pytest
 from packaging.requirements import Requirement
 
-from kvkeep.gpu.native import load_rows
+from kvkeep.gpu.host_copy import load_rows
 
 hypothesis.settings.register_profile(
     "kvkeep",
@@ -31,6 +32,10 @@ hypothesis.settings.load_profile("kvkeep")
 
 # Whoever is started in the background ignores Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Processes that tests start import ``support``, too.
+_paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(_paths)
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 

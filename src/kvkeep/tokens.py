@@ -13,12 +13,19 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvkeep.chain_memo import ChainMemo
 from kvkeep.errors import MaskError, TokenError
+from kvkeep.hashing import (
+    KEY_BYTES,
+    TOKEN_BYTES,
+    ChunkKey,
+    Extra,
+    PrefixHashCache,
+    as_token_bytes,
+    chunk_key,
+    segment_root,
+)
 from kvkeep.identity import TAG_PREFIX, CacheIdentity
-from kvkeep.keys import KEY_BYTES, TOKEN_BYTES, ChunkKey, Extra, chunk_key, segment_root
 from kvkeep.prefix import count_masked
-from kvkeep.token_ids import as_token_bytes
 
 __all__ = [
     "PLAIN",
@@ -159,7 +166,7 @@ class ChunkedTokenDatabase(TokenDatabase):
         super().__init__(identity)
         self.chunk_size = identity.chunk_size
         self.save_unfull_chunk = save_unfull_chunk
-        self._memo = ChainMemo(self.chunk_size)
+        self._memo = PrefixHashCache(self.chunk_size)
 
     def process_tokens(
         self, tokens: object, mask: object = None, scope: RequestScope = PLAIN
@@ -198,7 +205,7 @@ class ChunkedTokenDatabase(TokenDatabase):
 
     def forget(self) -> None:
         """Let go of all remembered prompts."""
-        self._memo = ChainMemo(self.chunk_size)
+        self._memo = PrefixHashCache(self.chunk_size)
 
     def _plan(
         self,

@@ -7,10 +7,9 @@ import uuid
 
 import pytest
 
+from kvkeep.memory.allocators import GeneralAllocator, PagedAllocator
 from kvkeep.memory.arena import Arena
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.general import GeneralAllocator
-from kvkeep.memory.paged import PagedAllocator
 from kvkeep.testing.allocators import CAPACITY, OBJECT_BYTES, AllocatorContract
 
 POOL_BYTES = CAPACITY * OBJECT_BYTES

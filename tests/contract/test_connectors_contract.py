@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvkeep.gpu import native_transfer, threads
+from kvkeep.gpu import host_copy, threads
 from kvkeep.gpu.dense import DenseGPUConnector
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
@@ -20,7 +20,7 @@ def paged(tensors: list[torch.Tensor], page_bytes: int, **options) -> Made:
 def native(request, monkeypatch) -> bool:
     """The ways to copy on the CPU; these copies are too small to stream by themselves."""
     if "streaming" in request.param:
-        monkeypatch.setattr(native_transfer, "STREAM_BYTES", 0)
+        monkeypatch.setattr(host_copy, "STREAM_BYTES", 0)
     return request.param != "numpy"
 
 

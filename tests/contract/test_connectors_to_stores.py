@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep.backends.remote.names import create_connector
-from kvkeep.config.store_url import RemoteURL
-from kvkeep.testing.servers.certificates import make_certificates
-from kvkeep.testing.servers.redis import (
+from kvkeep.backends.remote import create_connector
+from kvkeep.config.base import RemoteURL
+from kvkeep.testing.remote_stores import OPTIONS, ConnectorContract
+from support.servers.certificates import make_certificates
+from support.servers.redis import (
     RedisOptions,
     redis_cluster,
     redis_sentinel,
     redis_server,
 )
-from kvkeep.testing.stores import OPTIONS, ConnectorContract
 
 
 def connect(url):

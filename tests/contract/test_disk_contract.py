@@ -7,7 +7,7 @@ import pytest
 from kvkeep.policy.names import POLICIES
 from kvkeep.testing.backends import BackendContract
 from kvkeep.testing.chunks import CAPACITY, CHUNK_BYTES
-from kvkeep.testing.disk import make_disk
+from support.disk import make_disk
 
 
 class TestLocalDiskBackend(BackendContract):

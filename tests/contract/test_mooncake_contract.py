@@ -7,16 +7,15 @@ from contextlib import closing
 
 import pytest
 
-from kvkeep.backends.remote.names import create_connector
-from kvkeep.backends.remote.turns import Turns
-from kvkeep.backends.remote.unending_calls import UnendingCalls
-from kvkeep.config.store_url import RemoteURL
-from kvkeep.memory.ownership import References
+from kvkeep.backends.remote import create_connector
+from kvkeep.backends.remote.calls import ConcurrencyLimit, DetachedCalls
+from kvkeep.config.base import RemoteURL
+from kvkeep.memory.base import References
 from kvkeep.testing.backends import BackendContract
 from kvkeep.testing.chunks import make_keys, make_pool, put
-from kvkeep.testing.remote import make_remote
-from kvkeep.testing.servers.mooncake import mooncake_pool
-from kvkeep.testing.stores import OPTIONS, WAIT_S, ConnectorContract
+from kvkeep.testing.remote_stores import OPTIONS, WAIT_S, ConnectorContract
+from support.remote import make_remote
+from support.servers.mooncake import mooncake_pool
 
 pytestmark = pytest.mark.mooncake
 
@@ -36,7 +35,7 @@ class TestMooncake(ConnectorContract):
 def test_payloads_take_turns(server, monkeypatch):
     """Calls that move payloads spin, so no more of them than turns are under way."""
     under_way, most, lock = set(), [], threading.Lock()
-    call = UnendingCalls.call
+    call = DetachedCalls.call
 
     def counted(calls, run, deadline, keep=tuple):
         if keep is not tuple:
@@ -49,9 +48,9 @@ def test_payloads_take_turns(server, monkeypatch):
             with lock:
                 under_way.discard(run)
 
-    monkeypatch.setattr(UnendingCalls, "call", counted)
+    monkeypatch.setattr(DetachedCalls, "call", counted)
     with closing(make_pool(16)) as pool, closing(make_remote(pool, server.url())) as remote:
-        remote._connector._turns = Turns(1, patience_s=WAIT_S)
+        remote._connector._turns = ConcurrencyLimit(1, patience_s=WAIT_S)
         keys = make_keys(8)
         put(remote, pool, keys)
         pool.clear()

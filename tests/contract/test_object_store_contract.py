@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep.backends.remote.names import create_connector
-from kvkeep.config.store_url import RemoteURL
+from kvkeep.backends.remote import create_connector
+from kvkeep.config.base import RemoteURL
 from kvkeep.testing.backends import BackendContract
-from kvkeep.testing.remote import make_remote
-from kvkeep.testing.servers.s3 import s3_server
-from kvkeep.testing.stores import OPTIONS, ConnectorContract
+from kvkeep.testing.remote_stores import OPTIONS, ConnectorContract
+from support.remote import make_remote
+from support.servers.s3 import s3_server
 
 
 @pytest.fixture(scope="module")

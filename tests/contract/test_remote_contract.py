@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.testing.backends import BackendContract
-from kvkeep.testing.remote import make_remote
-from kvkeep.testing.servers.redis import redis_cluster, redis_server
+from support.remote import make_remote
+from support.servers.redis import redis_cluster, redis_server
 
 
 @pytest.fixture(scope="module")

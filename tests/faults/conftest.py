@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.metrics import Metrics
-from kvkeep.testing.remote_requests import Requests
+from support.remote_requests import Requests
 
 
 @pytest.fixture

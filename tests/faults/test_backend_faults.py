@@ -13,13 +13,13 @@ import pytest
 from kvkeep.backends.base import PutOutcome
 from kvkeep.backends.reference import DictBackend
 from kvkeep.errors import BackendTimeoutError
-from kvkeep.keys import split_layers
+from kvkeep.hashing import split_layers
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.ownership import References
+from kvkeep.memory.base import References
 from kvkeep.storage.health import HealthMonitor
 from kvkeep.testing.chunks import DTYPE, SHAPE, bytes_of, check_found, make_keys
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyAllocatorBackend, FaultyBackend
-from kvkeep.testing.storage import open_storage, store
+from support.storage import open_storage, store
 
 L1, L2, L3 = "LocalCPUBackend", "DictBackend", "far"
 FMT = MemoryFormat.OPAQUE_PAGES

@@ -7,14 +7,14 @@ import pytest
 from kvkeep.backends.base import BackendHealth
 from kvkeep.backends.reference import DictBackend
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.errors import BackendError
 from kvkeep.gpu.paged import PagedGPUConnector
+from kvkeep.hashing import split_layers
 from kvkeep.identity import CacheIdentity
-from kvkeep.keys import split_layers
-from kvkeep.manager import CacheManager
 from kvkeep.testing.chunks import wait_until
 from kvkeep.testing.faulty import FaultyBackend
-from kvkeep.testing.paged_engine import PagedEngine
+from support.paged_engine import PagedEngine
 
 TOKENS = list(range(1000, 1032))
 PAGES = range(8)

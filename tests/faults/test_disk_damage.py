@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.disk.names import ROOT_NAME
+from kvkeep.backends.disk.directory import ROOT_NAME
 from kvkeep.codec.frame import HEADER_BYTES, ChunkMeta, FrameHeader, checksum, writer_digest
 from kvkeep.layout import MemoryFormat
 from kvkeep.metrics import Metrics
@@ -31,7 +31,7 @@ from kvkeep.testing.chunks import (
     put,
     wait_until,
 )
-from kvkeep.testing.disk import IDENTITY, chunk_files, chunk_path, file_bytes, make_disk
+from support.disk import IDENTITY, chunk_files, chunk_path, file_bytes, make_disk
 
 KEY, NEIGHBOUR = make_keys(2)
 FILE_BYTES = HEADER_BYTES + CHUNK_BYTES

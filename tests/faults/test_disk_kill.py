@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from kvkeep.backends.disk.names import ROOT_NAME
+from kvkeep.backends.disk.directory import ROOT_NAME
 from kvkeep.testing.chunks import make_key
-from kvkeep.testing.disk import chunk_files, file_bytes
-from kvkeep.testing.disk_processes import BUDGET_BYTES, UNIVERSE, churn, rig
+from support.disk import chunk_files, file_bytes
+from support.disk_processes import BUDGET_BYTES, UNIVERSE, churn, rig
 
 KILLS = int(os.environ.get("KVKEEP_STRESS_KILLS", "300"))
 WAIT_S = 60.0
@@ -25,7 +25,7 @@ WAIT_S = 60.0
 @pytest.fixture(scope="module")
 def processes():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvkeep.testing.disk_processes"])
+    context.set_forkserver_preload(["support.disk_processes"])
     return context
 
 

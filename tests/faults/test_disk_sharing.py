@@ -16,10 +16,10 @@ import time
 import pytest
 
 from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.disk.names import ROOT_NAME
+from kvkeep.backends.disk.directory import ROOT_NAME
 from kvkeep.testing.chunks import make_key
-from kvkeep.testing.disk import chunk_files, file_bytes
-from kvkeep.testing.disk_processes import BUDGET_BYTES, ROOM, churn, rig, store_own
+from support.disk import chunk_files, file_bytes
+from support.disk_processes import BUDGET_BYTES, ROOM, churn, rig, store_own
 
 WAIT_S = 60.0
 COUNT = 2 * ROOM
@@ -28,7 +28,7 @@ COUNT = 2 * ROOM
 @pytest.fixture(scope="module")
 def processes():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvkeep.testing.disk_processes"])
+    context.set_forkserver_preload(["support.disk_processes"])
     return context
 
 

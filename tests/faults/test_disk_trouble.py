@@ -18,14 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.disk.names import ROOT_NAME
-from kvkeep.backends.lease import Lease
-from kvkeep.memory.ownership import References
+from kvkeep.backends.base import Lease, PutOutcome
+from kvkeep.backends.disk.directory import ROOT_NAME
+from kvkeep.memory.base import References
 from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import check_found, fill, make_keys, make_pool, put, wait_until
-from kvkeep.testing.disk import FaultyIO, file_bytes, make_disk
-from kvkeep.testing.disk_processes import forbidden_places, rig
+from support.disk import FaultyIO, file_bytes, make_disk
+from support.disk_processes import forbidden_places, rig
 
 WAIT_S = 30.0
 KEYS = make_keys(6)
@@ -292,7 +291,7 @@ def test_closing_with_a_hanging_disk(pool, tmp_path, metrics, io, go_on):
 def test_forbidden_places():
     """Fault 39: a file, a directory, a whole tree without rights; and then with them again."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvkeep.testing.disk_processes"])
+    context.set_forkserver_preload(["support.disk_processes"])
     path = Path(tempfile.mkdtemp())
     ours, theirs = context.Pipe()
     process = context.Process(target=forbidden_places, args=(path, theirs))

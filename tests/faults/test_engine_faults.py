@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvkeep.backends.reference import DictBackend
-from kvkeep.engine import StoreResult, StoreStop
+from kvkeep.engine.engine import StoreResult, StoreStop
 from kvkeep.errors import BackendError, LayoutError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.tokens import ChunkedTokenDatabase
+from support.engine_rig import EngineRig
 
 TOKENS = list(range(1000, 1032))  # four chunks, eight pages
 OTHER = list(range(2000, 2032))

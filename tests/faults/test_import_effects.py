@@ -45,8 +45,7 @@ def modules(package="kvkeep"):
 
 # Each needs the library of its store, and is imported where a URL names that store.
 CONNECTORS = {"kvkeep.backends.remote." + name for name in (
-    "mooncake", "mooncake_client", "object_store", "object_store_url", "redis_connector",
-    "redis_servers")}
+    "mooncake", "object_store", "redis_connector", "redis_servers")}
 
 before = process()
 names = ["kvkeep"]

@@ -18,9 +18,9 @@ import zmq
 
 from kvkeep.errors import LookupServiceError
 from kvkeep.lookup.client import LookupClient
-from kvkeep.lookup.messages import MAX_MESSAGE_BYTES, Check, encode
+from kvkeep.lookup.protocol import MAX_MESSAGE_BYTES, Check, encode
 from kvkeep.lookup.server import LookupServer
-from kvkeep.testing.engine_rig import EngineRig
+from support.engine_rig import EngineRig
 
 TOKENS = list(range(100, 148))  # six chunks
 

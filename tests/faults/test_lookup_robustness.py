@@ -18,7 +18,7 @@ import zmq
 
 from kvkeep.errors import LookupServiceError
 from kvkeep.lookup.client import LookupClient
-from kvkeep.lookup.messages import (
+from kvkeep.lookup.protocol import (
     MAX_MESSAGE_BYTES,
     Check,
     ErrorReply,
@@ -33,8 +33,8 @@ from kvkeep.lookup.messages import (
     encode,
 )
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.lookup_process import BELOW, IN_MEMORY, LookupWorker, running_worker
 from kvkeep.tokens import as_token_bytes
+from support.lookup_process import BELOW, IN_MEMORY, LookupWorker, running_worker
 
 #: What a server may need beyond what it had: buffers of the sockets and of the interpreter.
 MEMORY_MARGIN = 48 << 20
@@ -246,7 +246,7 @@ ASK_AND_WAIT = """
 import sys, time
 from pathlib import Path
 from kvkeep.lookup.client import LookupClient
-from kvkeep.testing.lookup_process import BELOW, IN_MEMORY
+from support.lookup_process import BELOW, IN_MEMORY
 client = LookupClient([Path(sys.argv[1])], timeout_s=30, prefetch_timeout_s=30)
 for number in range(200):
     client.lookup(f"dead{number}", IN_MEMORY)

@@ -13,10 +13,10 @@ import uuid
 import pytest
 
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.remote import make_connector
-from kvkeep.testing.remote_requests import L1, L3, TOKENS, count
-from kvkeep.testing.servers.mooncake import mooncake_pool
-from kvkeep.testing.servers.proxy import slow_proxy_process
+from support.remote import make_connector
+from support.remote_requests import L1, L3, TOKENS, count
+from support.servers.mooncake import mooncake_pool
+from support.servers.proxy import slow_proxy_process
 
 pytestmark = pytest.mark.mooncake
 

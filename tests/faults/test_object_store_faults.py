@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from kvkeep.testing.remote_requests import L1, L3, TOKENS, count
-from kvkeep.testing.servers.proxy import Weather, tcp_proxy
-from kvkeep.testing.servers.s3 import s3_server
+from support.remote_requests import L1, L3, TOKENS, count
+from support.servers.proxy import Weather, tcp_proxy
+from support.servers.s3 import s3_server
 
 #: For how long servers are frozen; KVKEEP_STALL_SECONDS=20 is the full measure.
 STALL_S = float(os.environ.get("KVKEEP_STALL_SECONDS", "1.5"))

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.rank_processes import Loaded, Point, Ranks, running_ranks
+from support.rank_processes import Loaded, Point, Ranks, running_ranks
 
 TOKENS = list(range(100, 148))  # six chunks
 #: ``KVKEEP_STALL_SECONDS`` gives stops of that length.

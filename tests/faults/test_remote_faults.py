@@ -14,10 +14,10 @@ import time
 import pytest
 
 from kvkeep.testing.chunks import check_found, make_keys, make_pool, put, wait_until
-from kvkeep.testing.remote import make_connector, make_remote, name_of
-from kvkeep.testing.remote_requests import L1, L3, count
-from kvkeep.testing.servers.proxy import Weather, tcp_proxy
-from kvkeep.testing.servers.redis import RedisOptions, redis_cluster, redis_server
+from support.remote import make_connector, make_remote, name_of
+from support.remote_requests import L1, L3, count
+from support.servers.proxy import Weather, tcp_proxy
+from support.servers.redis import RedisOptions, redis_cluster, redis_server
 
 #: For how long servers are frozen; KVKEEP_STALL_SECONDS=20 is the full measure.
 STALL_S = float(os.environ.get("KVKEEP_STALL_SECONDS", "1.5"))

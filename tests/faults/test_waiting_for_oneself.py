@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvkeep.lookup.client import LookupClient
 from kvkeep.lookup.server import LookupServer
-from kvkeep.testing.engine_rig import EngineRig
+from support.engine_rig import EngineRig
 
 #: Far more than is needed; whoever waits for itself waits all of it.
 LONG_S = 60.0

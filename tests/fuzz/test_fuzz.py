@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.testing.fuzz_targets import TARGETS
-from kvkeep.testing.fuzzing import MAX_INPUT_BYTES, corpus_of, variations
+from support.fuzz_targets import TARGETS
+from support.fuzzing import MAX_INPUT_BYTES, corpus_of, variations
 
 CORPUS = Path(__file__).parent / "corpus"
 #: Variations of the corpus that a test tries.
@@ -50,12 +50,12 @@ def test_variations_are_the_same_each_time_and_bounded() -> None:
 
 def test_the_target_of_a_wrong_hit_would_notice_one(monkeypatch) -> None:
     """A loader that accepts what does not verify does not pass."""
-    from kvkeep.backends.remote import load
+    from kvkeep.backends.remote import values
     from kvkeep.codec.frame import HEADER_BYTES
 
     good = next(data for data in corpus_of(CORPUS, "remote_value") if len(data) > HEADER_BYTES + 64)
     TARGETS["remote_value"](good)
-    monkeypatch.setattr(load.LoadRules, "fault_of", lambda *args: None)
+    monkeypatch.setattr(values.LoadRules, "fault_of", lambda *args: None)
     foreign = bytearray(good)
     foreign[80] ^= 1
     with pytest.raises(AssertionError):

@@ -18,11 +18,10 @@ from hypothesis.stateful import (
 
 from kvkeep.errors import OwnershipError
 from kvkeep.layout import MemoryFormat
+from kvkeep.memory.allocators import GeneralAllocator, PagedAllocator
 from kvkeep.memory.arena import Arena
-from kvkeep.memory.batches import batched_ref_count_down, batched_unpin
+from kvkeep.memory.base import batched_ref_count_down, batched_unpin
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.general import GeneralAllocator
-from kvkeep.memory.paged import PagedAllocator
 
 #: Small, so that it is often full and in pieces.
 POOL_BYTES = 64 * 12

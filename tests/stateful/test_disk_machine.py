@@ -15,11 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvkeep.backends.disk.names import ROOT_NAME
-from kvkeep.backends.lease import Lease
-from kvkeep.memory.ownership import References
+from kvkeep.backends.base import Lease
+from kvkeep.backends.disk.directory import ROOT_NAME
+from kvkeep.memory.base import References
 from kvkeep.testing.chunks import check_found, fill, make_keys, make_pool
-from kvkeep.testing.disk import FaultyIO, chunk_files, chunk_path, file_bytes, make_disk
+from support.disk import FaultyIO, chunk_files, chunk_path, file_bytes, make_disk
 
 KEYS = make_keys(14)
 #: Room for 8 of the 14.

@@ -15,8 +15,8 @@ import pytest
 
 from kvkeep.backends.reference import DictBackend
 from kvkeep.gpu.paged import PagedGPUConnector
-from kvkeep.testing.engine_rig import EngineRig
-from kvkeep.testing.paged_engine import PagedEngine
+from support.engine_rig import EngineRig
+from support.paged_engine import PagedEngine
 
 SECONDS = float(os.environ.get("KVKEEP_STRESS_SECONDS", "60"))
 NUM_THREADS = 8

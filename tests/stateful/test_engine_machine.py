@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from kvkeep.backends.reference import DictBackend
-from kvkeep.testing.engine_rig import EngineRig
+from support.engine_rig import EngineRig
 
 CHUNK = 8
 #: Prompts are made of these pieces, so that they share prefixes, borders and pages.

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.lease import Lease
+from kvkeep.backends.base import Lease, PutOutcome
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.layout import MemoryFormat
+from kvkeep.memory.base import References
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.policy.names import create_policy
 from kvkeep.testing.chunks import CHUNK_BYTES, DTYPE, SHAPE, bytes_of, check_found, make_keys

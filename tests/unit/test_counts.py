@@ -19,28 +19,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvkeep import keys
+from kvkeep import hashing
 from kvkeep.backends.disk.catalog import Catalog
 from kvkeep.backends.disk.directory import DiskDirectory
-from kvkeep.backends.disk.index import DiskIndex
-from kvkeep.backends.disk.reports import DiskReports
-from kvkeep.backends.io.pool import IOPool, StoreJob
+from kvkeep.backends.disk.index import DiskIndex, DiskReports
+from kvkeep.backends.io_pool import IOPool, StoreJob
 from kvkeep.backends.local_cpu import LocalCPUBackend
-from kvkeep.backends.remote.names import create_connector
+from kvkeep.backends.remote import create_connector
 from kvkeep.bench.rig import make_dense_engine
-from kvkeep.config.store_url import RemoteURL
-from kvkeep.gpu import host, native_transfer
-from kvkeep.gpu.native import RowCopier
+from kvkeep.config.base import RemoteURL
+from kvkeep.gpu import host_copy
+from kvkeep.gpu.host_copy import RowCopier
 from kvkeep.layout import MemoryFormat
+from kvkeep.memory.base import References
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.policy.names import POLICIES, create_policy
 from kvkeep.testing.chunks import CHUNK_BYTES, DTYPE, SHAPE, make_keys, make_pool, put
-from kvkeep.testing.disk import IDENTITY, FaultyIO, make_disk
-from kvkeep.testing.engine_rig import EngineRig
-from kvkeep.testing.stores import OPTIONS, random_value, read
+from kvkeep.testing.remote_stores import OPTIONS, random_value, read
 from kvkeep.tokens import ChunkedTokenDatabase
+from support.disk import IDENTITY, FaultyIO, make_disk
+from support.engine_rig import EngineRig
 
 FMT = MemoryFormat.OPAQUE_PAGES
 CHUNK = 8
@@ -144,7 +143,7 @@ class _CountedDigest:
 @pytest.fixture
 def hashed(monkeypatch):
     counted = CountedSha256()
-    monkeypatch.setattr(keys, "hashlib", SimpleNamespace(sha256=counted))
+    monkeypatch.setattr(hashing, "hashlib", SimpleNamespace(sha256=counted))
     return counted
 
 
@@ -161,7 +160,7 @@ def test_each_token_is_hashed_once(rig, hashed) -> None:
         req_id="x",
     )
     assert hashed.objects == 100
-    assert hashed.num_bytes == 100 * (keys.KEY_BYTES + CHUNK * keys.TOKEN_BYTES)
+    assert hashed.num_bytes == 100 * (hashing.KEY_BYTES + CHUNK * hashing.TOKEN_BYTES)
 
 
 def test_a_chat_of_fifty_turns_is_hashed_once(rig, hashed) -> None:
@@ -173,7 +172,7 @@ def test_a_chat_of_fifty_turns_is_hashed_once(rig, hashed) -> None:
         chat += range(turn * 1000, turn * 1000 + 3 * CHUNK + 1)
         rig.engine.lookup(chat)
     assert hashed.objects == len(chat) // CHUNK
-    assert hashed.num_bytes == hashed.objects * (keys.KEY_BYTES + CHUNK * keys.TOKEN_BYTES)
+    assert hashed.num_bytes == hashed.objects * (hashing.KEY_BYTES + CHUNK * hashing.TOKEN_BYTES)
 
 
 def test_keys_take_few_calls_and_little_memory(rig) -> None:
@@ -271,7 +270,7 @@ class CountedMoves:
         self.copies = self.num_bytes = 0
         self._lock = threading.Lock()
         for name in ("gather", "scatter"):
-            monkeypatch.setattr(host, name, self._counting(getattr(host, name)))
+            monkeypatch.setattr(host_copy, name, self._counting(getattr(host_copy, name)))
         copy = RowCopier.copy
 
         def counted(copier, to, source, pieces, how) -> None:
@@ -302,8 +301,8 @@ class CountedMoves:
 def is_compiled(request, monkeypatch) -> bool:
     """How rows are copied; an installation without the compiled copies has one way only."""
     if request.param == "numpy":
-        monkeypatch.setattr(native_transfer, "load_rows", lambda: None)
-    return native_transfer.load_rows() is not None
+        monkeypatch.setattr(host_copy, "load_rows", lambda: None)
+    return host_copy.load_rows() is not None
 
 
 @pytest.mark.parametrize("order", ["neighbours", "shuffled"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.disk import chunk_files, make_disk
-from kvkeep.testing.engine_rig import EngineRig
+from support.disk import chunk_files, make_disk
+from support.engine_rig import EngineRig
 
 TOKENS = list(range(100, 148))  # six chunks of eight tokens
 CPU, DISK = "LocalCPUBackend", "LocalDiskBackend"

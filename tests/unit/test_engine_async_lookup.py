@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.engine_rig import EngineRig
-from kvkeep.testing.slow import SlowBackend
+from kvkeep.testing.faulty import SlowBackend
+from support.engine_rig import EngineRig
 
 TOKENS = list(range(100, 148))  # six chunks
 CPU, SLOW = "LocalCPUBackend", "SlowBackend"

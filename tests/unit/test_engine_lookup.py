@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.backends.reference import DictBackend
-from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
+from support.engine_rig import EngineRig
 
 TOKENS = list(range(1000, 1032))
 

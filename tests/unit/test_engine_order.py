@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from kvkeep.backends.base import Lease
 from kvkeep.backends.disk.index import DiskIndex
-from kvkeep.backends.lease import Lease
 from kvkeep.backends.reference import DictBackend
 from kvkeep.codec.frame import ChunkMeta
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.ownership import References
-from kvkeep.policy.lru import LRUPolicy
+from kvkeep.memory.base import References
+from kvkeep.policy.classic import LRUPolicy
 from kvkeep.policy.names import POLICIES, create_policy
 from kvkeep.policy.reuse import ReusePolicy
 from kvkeep.testing.chunks import DTYPE, SHAPE, make_keys, make_pool, put
-from kvkeep.testing.disk import make_disk
-from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.testing.policies import PolicyRun
 from kvkeep.testing.policies import make_key as policy_key
+from support.disk import make_disk
+from support.engine_rig import EngineRig
 
 CHUNKS = 4
 TOKENS = list(range(500, 500 + CHUNKS * 8))

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from kvkeep.backends.reference import DictBackend
-from kvkeep.engine import StoreResult, StoreStop
+from kvkeep.engine.engine import StoreResult, StoreStop
 from kvkeep.errors import LayoutError, MaskError, TokenError
 from kvkeep.gpu.paged import PagedGPUConnector
-from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.testing.faulty import FaultyBackend
-from kvkeep.testing.paged_engine import PagedEngine
 from kvkeep.tokens import make_scope
+from support.engine_rig import EngineRig
+from support.paged_engine import PagedEngine
 
 TOKENS = list(range(1000, 1032))  # four chunks of 8 tokens, eight pages of 4
 PAGES = [9, 3, 60, 22, 1, 40, 17, 8]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvkeep.backends.reference import DictBackend
-from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
+from support.engine_rig import EngineRig
 
 TOKENS = list(range(1000, 1056))
 PAGES = [9, 3, 60, 22, 1, 40, 17, 8, 31, 50, 5, 12, 44, 27]

@@ -20,8 +20,8 @@ from kvkeep.lookup.server import LookupServer
 from kvkeep.metrics import Metrics
 from kvkeep.metrics.catalogue import CATALOGUE, Kind
 from kvkeep.storage.cost import TOO_SLOW, CostOptions
-from kvkeep.testing.disk import FaultyIO, chunk_files, make_disk
-from kvkeep.testing.engine_rig import EngineRig
+from support.disk import FaultyIO, chunk_files, make_disk
+from support.engine_rig import EngineRig
 
 CPU, DISK = "LocalCPUBackend", "LocalDiskBackend"
 TOKENS = list(range(40))  # five chunks

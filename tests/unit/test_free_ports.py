@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from kvkeep.testing.servers import process
+from support.servers import process
 
 
 def test_a_port_that_somebody_has_is_not_given(monkeypatch) -> None:

@@ -8,11 +8,11 @@ import urllib.request
 import torch
 
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import CacheManager
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.paged_engine import PagedEngine
+from support.paged_engine import PagedEngine
 
 TOKENS = list(range(64))
 NUM_CHECKS = 20
@@ -36,7 +36,7 @@ def test_nothing_moves_in_an_idle_engine_with_all_that_runs_beside_it(tmp_path, 
     )
     places = []
     monkeypatch.setattr(
-        "kvkeep.observing._log.info", lambda text, *args: places.append(args[-1]), raising=True
+        "kvkeep.engine.build._log.info", lambda text, *args: places.append(args[-1]), raising=True
     )
     connector = PagedGPUConnector(model.layout)
     connector.register_kv_caches(model.caches)

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.identity import CacheIdentity
-from kvkeep.keys import (
+from kvkeep.hashing import (
     ChunkKey,
     Extra,
     LayerKey,
@@ -24,6 +23,7 @@ from kvkeep.keys import (
     segment_root,
     split_layers,
 )
+from kvkeep.identity import CacheIdentity
 from kvkeep.layout import DTYPE_SIZES, GroupLayout, KVLayout, MemoryFormat
 from kvkeep.tokens import ChunkedTokenDatabase, RequestScope, SegmentTokenDatabase, make_scope
 

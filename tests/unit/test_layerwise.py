@@ -10,7 +10,7 @@ from kvkeep.backends.base import BackendHealth
 from kvkeep.backends.reference import DictBackend
 from kvkeep.errors import BackendError, MaskError
 from kvkeep.gpu.paged import PagedGPUConnector
-from kvkeep.testing.engine_rig import EngineRig
+from support.engine_rig import EngineRig
 
 TOKENS = list(range(1000, 1032))
 PAGES = [9, 3, 60, 22, 1, 40, 17, 8]

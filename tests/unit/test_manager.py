@@ -4,11 +4,11 @@ import pytest
 
 from kvkeep.backends.reference import DictBackend
 from kvkeep.config import load_settings
+from kvkeep.engine.build import DEFAULT_POOL_BYTES, CacheManager, default_pool_bytes
 from kvkeep.errors import ConfigError, LayoutError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import DEFAULT_POOL_BYTES, CacheManager, default_pool_bytes
-from kvkeep.testing.paged_engine import PagedEngine
+from support.paged_engine import PagedEngine
 
 TOKENS = list(range(1000, 1027))
 

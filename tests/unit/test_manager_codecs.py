@@ -8,15 +8,15 @@ import torch
 from kvkeep.codec.frame import HEADER_BYTES, FrameHeader, checksum, parse_header
 from kvkeep.codec.names import CODEC_NAMES, codec_of
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.errors import ConfigError, IdentityError
 from kvkeep.gpu.dense import DenseGPUConnector
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
-from kvkeep.manager import CacheManager
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.disk import chunk_files, file_bytes
-from kvkeep.testing.paged_engine import PagedEngine
+from support.disk import chunk_files, file_bytes
+from support.paged_engine import PagedEngine
 
 DISK = "LocalDiskBackend"
 LAYERS, HEADS, SIZE, TOKENS = 4, 2, 64, 128

@@ -7,15 +7,15 @@ import signal
 
 import pytest
 
-from kvkeep.backends.disk.names import ROOT_NAME
+from kvkeep.backends.disk.directory import ROOT_NAME
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.errors import ConfigError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import CacheManager
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.disk import chunk_files, file_bytes
-from kvkeep.testing.paged_engine import PagedEngine
+from support.disk import chunk_files, file_bytes
+from support.paged_engine import PagedEngine
 
 DISK = "LocalDiskBackend"
 CPU = "LocalCPUBackend"

@@ -11,18 +11,17 @@ import pytest
 import torch
 
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.errors import ConfigError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import MemoryFormat
-from kvkeep.manager import CacheManager
+from kvkeep.memory.allocators import PagedAllocator
 from kvkeep.memory.arena import Arena
 from kvkeep.memory.factory import tensor_pool
-from kvkeep.memory.numa import online_nodes
-from kvkeep.memory.paged import PagedAllocator
-from kvkeep.memory.sizing import WorkerPlace
+from kvkeep.memory.placement import WorkerPlace, online_nodes
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.paged_engine import PagedEngine
+from support.paged_engine import PagedEngine
 
 MIB = 1 << 20
 CHUNK = 384
@@ -65,13 +64,13 @@ class Built:
 
 
 def test_without_settings_it_is_a_pool_for_kv_and_one_for_buffers(caplog) -> None:
-    with caplog.at_level(logging.INFO, "kvkeep.manager"), Built() as built:
+    with caplog.at_level(logging.INFO, "kvkeep.engine.build"), Built() as built:
         built.works()
         assert built.report.allocator == "MixedMemoryAllocator"
         assert built.report.size_bytes == 17 * MIB
         assert built.pool.usage().capacity_bytes == MIB // CHUNK * CHUNK
         assert built.report.choice("NUMA node").why == "the worker has no CUDA device"
-    (record,) = [each for each in caplog.records if each.name == "kvkeep.manager"]
+    (record,) = [each for each in caplog.records if each.name == "kvkeep.engine.build"]
     assert record.message.startswith("pool: MixedMemoryAllocator over 17825792 bytes; allocator: ")
 
 
@@ -97,7 +96,7 @@ def test_slots_that_can_be_registered() -> None:
 
 
 def test_the_reserve_makes_it_smaller_or_is_an_error(monkeypatch) -> None:
-    monkeypatch.setattr("kvkeep.opening_pool.available_bytes", lambda: 3 * MIB)
+    monkeypatch.setattr("kvkeep.engine.build.available_bytes", lambda: 3 * MIB)
     with Built(size="2MiB", reserve="2560KiB", prefault="0B") as built:
         built.works()
         assert built.pool.usage().capacity_bytes == MIB // 2 // CHUNK * CHUNK

@@ -8,13 +8,13 @@ import pytest
 
 from kvkeep.backends.remote.backend import RemoteBackend
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.errors import ConfigError, MissingExtraError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import CacheManager
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.paged_engine import PagedEngine
-from kvkeep.testing.servers.redis import redis_server
+from support.paged_engine import PagedEngine
+from support.servers.redis import redis_server
 
 CPU, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
 PAGES = range(8)

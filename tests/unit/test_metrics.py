@@ -12,7 +12,7 @@ from kvkeep.metrics import Metrics
 from kvkeep.metrics.catalogue import INTEGRITY_CAUSES
 from kvkeep.metrics.registry import MAX_SERIES
 from kvkeep.testing.chunks import make_keys
-from kvkeep.testing.storage import open_storage, store
+from support.storage import open_storage, store
 
 
 def test_every_method_counts_under_its_documented_name():

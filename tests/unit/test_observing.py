@@ -18,19 +18,18 @@ from kvkeep.backends.reference import DictBackend
 from kvkeep.config import load_settings
 from kvkeep.config.explain import HIDDEN, explain
 from kvkeep.config.load import resolve_settings
+from kvkeep.engine.build import CacheManager, observe
 from kvkeep.errors import ConfigError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.logs import LOGGERS, json_logs
-from kvkeep.manager import CacheManager
-from kvkeep.memory.sizing import WorkerPlace
+from kvkeep.memory.placement import WorkerPlace
 from kvkeep.metrics import Metrics
 from kvkeep.metrics.spans import NO_SPANS
-from kvkeep.observing import observe
-from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
-from kvkeep.testing.paged_engine import PagedEngine
-from kvkeep.testing.servers import process
+from support.engine_rig import EngineRig
+from support.paged_engine import PagedEngine
+from support.servers import process
 
 SECRET = "a-secret-of-length"
 

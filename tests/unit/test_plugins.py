@@ -12,12 +12,12 @@ import pytest
 
 from kvkeep.backends.plugins import build_plugin
 from kvkeep.config import PluginSettings, load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.errors import ConfigError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import CacheManager
 from kvkeep.testing.chunks import make_pool
-from kvkeep.testing.paged_engine import PagedEngine
+from support.paged_engine import PagedEngine
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plugins.md"
 SOURCE, TESTS = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)

@@ -15,7 +15,7 @@ import pytest
 from kvkeep.metrics import Metrics
 from kvkeep.metrics.catalogue import CATALOGUE, Kind
 from kvkeep.metrics.endpoint import EndpointOptions, MetricsEndpoint
-from kvkeep.testing.servers.process import ServerProcess, find_program, free_port
+from support.servers.process import ServerProcess, find_program, free_port
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "dashboards" / "kvkeep.json").read_text())
 QUERIES = {

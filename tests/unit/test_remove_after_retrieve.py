@@ -7,13 +7,13 @@ import torch
 
 from kvkeep.backends.reference import DictBackend
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.errors import BackendError
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import CacheManager
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.engine_rig import EngineRig
-from kvkeep.testing.paged_engine import PagedEngine
+from support.engine_rig import EngineRig
+from support.paged_engine import PagedEngine
 
 TOKENS = list(range(1000, 1032))
 PAGES = [9, 3, 60, 22, 1, 40, 17, 8]

@@ -13,7 +13,7 @@ from opentelemetry.trace import StatusCode
 
 from kvkeep.errors import MissingExtraError, TokenError
 from kvkeep.metrics.spans import NO_SPANS, open_spans
-from kvkeep.testing.engine_rig import EngineRig
+from support.engine_rig import EngineRig
 
 
 @pytest.fixture

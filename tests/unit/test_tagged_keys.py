@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from kvkeep.keys import ChunkKey
-from kvkeep.tagged_keys import MIN_PRUNE, TaggedKeys
+from kvkeep.engine.removal import MIN_PRUNE, TaggedKeys
+from kvkeep.hashing import ChunkKey
 
 TEAM = (("team", "a"),)
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep import chain_memo, token_ids
-from kvkeep.chain_memo import ChainMemo
+from kvkeep import hashing as chain_memo
+from kvkeep import hashing as token_ids
 from kvkeep.errors import IdentityError, MaskError, TokenError
+from kvkeep.hashing import Extra, PrefixHashCache, chain_full_chunks, chunk_key
 from kvkeep.identity import CacheIdentity
-from kvkeep.keys import Extra, chain_full_chunks, chunk_key
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
 from kvkeep.tokens import (
     ChunkedTokenDatabase,
@@ -327,7 +327,7 @@ prompts = st.lists(
 @given(prompts, st.integers(1, 5))
 def test_the_memo_changes_nothing(history, chunk_size):
     """Whatever was asked before, the keys are those of the plain chain."""
-    memo = ChainMemo(chunk_size)
+    memo = PrefixHashCache(chunk_size)
     seen: list[list[int]] = [[]]
     for root_number, length, tail in history:
         tokens = seen[length % len(seen)][:length] + tail
@@ -394,7 +394,7 @@ def test_another_tenant_does_not_get_remembered_keys():
 
 def test_the_memo_is_bounded(monkeypatch):
     monkeypatch.setattr(chain_memo, "MEMO_BYTES", 10_000)
-    memo = ChainMemo(4)
+    memo = PrefixHashCache(4)
     for number in range(500):
         memo.chain(b"r" * 32, plain_bytes([number] * 40))
     held = [prompt for siblings in memo._entries.values() for prompt in siblings]

@@ -14,14 +14,12 @@ import numpy as np
 from kvkeep.backends.base import (
     AllocatorBackendInterface,
     BackendHealth,
+    Lease,
     PutOutcome,
     StorageBackendInterface,
 )
-from kvkeep.backends.lease import Lease
-from kvkeep.keys import ChunkKey
-from kvkeep.memory.base import MemoryObj, MemoryObjMetadata
-from kvkeep.memory.batches import batched_unpin
-from kvkeep.memory.ownership import References
+from kvkeep.hashing import ChunkKey
+from kvkeep.memory.base import MemoryObj, MemoryObjMetadata, References, batched_unpin
 
 
 class DictBackend(StorageBackendInterface):

@@ -14,13 +14,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvkeep.cli.bar import Bar
 from kvkeep.cli.config import read_extra
-from kvkeep.cli.failures import telling_failures
-from kvkeep.cli.texts import about_size
+from kvkeep.cli.output import Bar, about_size, telling_failures
+from kvkeep.config.base import parse_size
 from kvkeep.config.load import resolve_settings
 from kvkeep.config.settings import Settings
-from kvkeep.config.units import parse_size
 from kvkeep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,22 +75,22 @@ def bench(
 
 def _jobs(settings: Settings, folder: Path, num_bytes: int) -> list[_Job]:
     """What is measured, in order."""
-    from kvkeep.bench import copies, disk, keys, remote
+    from kvkeep.bench import engine, tiers
     from kvkeep.bench.measure import use_one_thread
 
     use_one_thread()
-    num_tokens = num_bytes // (copies.NUM_LAYERS * copies.TOKEN_LAYER_BYTES) // 256 * 256
+    num_tokens = num_bytes // (engine.NUM_LAYERS * engine.TOKEN_LAYER_BYTES) // 256 * 256
     chunk_bytes = min(_CHUNK_BYTES, num_bytes // 8)
     count = num_bytes // chunk_bytes
     jobs: list[_Job] = [
-        ("keys and lookups", lambda: keys.run(_REPEATS)),
+        ("keys and lookups", lambda: engine.run_keys(_REPEATS)),
         (
             "copies in and out of paged KV",
-            lambda: copies.run(_REPEATS, [(num_tokens, _PAGE_TOKENS)]),
+            lambda: engine.run_copies(_REPEATS, [(num_tokens, _PAGE_TOKENS)]),
         ),
         (
             f"files in {folder}",
-            lambda: disk.run(
+            lambda: tiers.run_disk(
                 folder,
                 chunk_bytes=chunk_bytes,
                 count=count,
@@ -102,11 +100,11 @@ def _jobs(settings: Settings, folder: Path, num_bytes: int) -> list[_Job]:
         ),
     ]
     if settings.remote.url is not None:
-        remote.require_store(settings.remote)
+        tiers.require_store(settings.remote)
         jobs.append(
             (
                 "the remote store",
-                lambda: remote.run(settings.remote, chunk_bytes=chunk_bytes, count=count),
+                lambda: tiers.run_remote(settings.remote, chunk_bytes=chunk_bytes, count=count),
             )
         )
     return jobs

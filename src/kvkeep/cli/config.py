@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from kvkeep.cli.failures import telling_failures
+from kvkeep.cli.output import telling_failures
 from kvkeep.config.explain import DEFAULT_ORIGIN, ExplainedSetting, explain, json_schema
 from kvkeep.config.lmcache import Fate, Translation, translate_file
 from kvkeep.config.load import resolve_settings

@@ -14,9 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvkeep.cli.bar import Bar
 from kvkeep.cli.config import read_extra
-from kvkeep.cli.failures import telling_failures
+from kvkeep.cli.output import Bar, telling_failures
 from kvkeep.config.load import resolve_settings
 from kvkeep.doctor.base import Advice, Finding, Level, Patient, Section
 

@@ -14,12 +14,10 @@ import typer
 from kvkeep import __version__
 from kvkeep.cli import config
 from kvkeep.cli.bench import bench
-from kvkeep.cli.clear import clear
 from kvkeep.cli.demo import demo
 from kvkeep.cli.doctor import doctor
-from kvkeep.cli.fsck import fsck
-from kvkeep.cli.inspect import inspect
 from kvkeep.cli.replay import replay
+from kvkeep.cli.stores import clear, fsck, inspect
 from kvkeep.cli.top import top
 
 app = typer.Typer(

@@ -39,8 +39,8 @@ from functools import lru_cache
 import xxhash
 
 from kvkeep.errors import LayoutError
+from kvkeep.hashing import ChunkKey
 from kvkeep.identity import CacheIdentity
-from kvkeep.keys import ChunkKey
 from kvkeep.layout import DTYPE_SIZES, MemoryFormat
 
 #: Bytes from outside, or a chunk's memory.

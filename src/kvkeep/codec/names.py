@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvkeep.codec.base import Codec
-from kvkeep.codec.fp8 import Fp8Codec
 from kvkeep.codec.frame import CODEC_RAW, Buffer, ChunkMeta
-from kvkeep.codec.int8 import Int8Codec
-from kvkeep.codec.raw import RawCodec
-from kvkeep.codec.zstd import ZstdCodec
+from kvkeep.codec.lossless import RawCodec, ZstdCodec
+from kvkeep.codec.lossy import Fp8Codec, Int8Codec
 from kvkeep.errors import CodecError, ConfigError
 from kvkeep.layout import KVLayout
 

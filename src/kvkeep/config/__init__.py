@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from kvkeep.config.load import LoadedSettings, load_settings, resolve_settings
-from kvkeep.config.observing import LogSettings, MetricsSettings, TracingSettings
 from kvkeep.config.settings import (
     CpuSettings,
     DiskSettings,
     HealthSettings,
     IdentitySettings,
+    LogSettings,
     LookupSettings,
+    MetricsSettings,
     PluginSettings,
     Settings,
+    TracingSettings,
 )
 
 __all__ = [

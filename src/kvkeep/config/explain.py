@@ -10,11 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.config.load import LoadedSettings, env_name, setting_fields
+from kvkeep.config.base import RemoteURL, Unit, format_duration, format_size
+from kvkeep.config.load import MASKED, SECRET, LoadedSettings, env_name, setting_fields
 from kvkeep.config.settings import PluginSettings, Settings
-from kvkeep.config.store_url import RemoteURL
-from kvkeep.config.units import Unit, format_duration, format_size
-from kvkeep.config.wording import MASKED, SECRET
 
 #: Where a setting that was not given has its value from.
 DEFAULT_ORIGIN = "default"

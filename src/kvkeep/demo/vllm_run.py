@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.config import load_settings
-from kvkeep.demo.folder import disk_settings, leave_page_cache
+from kvkeep.demo.model import Prompt, build_prompts, disk_settings, leave_page_cache
 from kvkeep.demo.outcome import Comparison, DemoResult, Progress, Reply
-from kvkeep.demo.prompts import Prompt, build_prompts
 from kvkeep.errors import KVKeepError, MissingExtraError
 from kvkeep.lookup.client import LookupClient
 
@@ -177,7 +176,7 @@ def _answer_from_disk(
     engine: Any, prompts: Sequence[Prompt], disk: Path, steps: _Steps
 ) -> list[Reply]:
     """Answers for which the worker's CPU tier was emptied before."""
-    from kvkeep.connectors.vllm.settings import socket_paths
+    from kvkeep.connectors.vllm.build import socket_paths
 
     settings = load_settings(env=os.environ, extra=disk_settings(str(disk)))
     engine_id = engine.llm_engine.vllm_config.kv_transfer_config.engine_id

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from kvkeep.config import Settings
 from kvkeep.doctor.model_config import ModelShape
-from kvkeep.memory.sizing import WorkerPlace
+from kvkeep.memory.placement import WorkerPlace
 
 #: (probes that are done, probes in all, what is being looked at).
 Report = Callable[[int, int, str], None]

@@ -11,13 +11,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvkeep.doctor.base import Advice, Finding, Level, Patient, Probe, Report, Section
-from kvkeep.doctor.disk import DISK_PROBES
-from kvkeep.doctor.machine import MACHINE_PROBES
-from kvkeep.doctor.memory import MEMORY_PROBES
-from kvkeep.doctor.model import MODEL_PROBES
-from kvkeep.doctor.remote import REMOTE_PROBES
-from kvkeep.doctor.software import SOFTWARE_PROBES
-from kvkeep.doctor.tiers import TIER_PROBES
+from kvkeep.doctor.machine import MACHINE_PROBES, SOFTWARE_PROBES
+from kvkeep.doctor.model import MEMORY_PROBES, MODEL_PROBES
+from kvkeep.doctor.tiers import DISK_PROBES, REMOTE_PROBES, TIER_PROBES
 
 #: In the order in which they are shown.
 PROBES: tuple[Probe, ...] = (

@@ -2,7 +2,7 @@
 
 On CUDA: pages are gathered into a staging buffer on the device and leave it in large pieces, on a
 stream of their own that waits for the caller's stream; the end is an event, never the whole device.
-The pool is pinned where CUDA is (``memory/pinned.py``), so the pieces are asynchronous transfers.
+The pool is pinned where CUDA is (``memory/arena.py``), so the pieces are asynchronous transfers.
 Page numbers travel to the device once per transfer, and the host waits once, after its last piece:
 a batch uses the staging buffer after the batch before it, by the order of the stream.
 On other devices the same calls run in order. Callable from any thread; a lock keeps the staging
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvkeep.gpu.host import ByteArray
-from kvkeep.gpu.slots import Int64Array, Segment
+from kvkeep.gpu.host_copy import ByteArray
+from kvkeep.gpu.pages import Int64Array, Segment
 
 #: Bytes of the staging buffer on the device, unless a page is larger.
 STAGING_BYTES = 32 << 20

@@ -15,22 +15,21 @@ import torch
 from kvkeep.errors import LayoutError
 from kvkeep.gpu.base import GPUConnectorInterface, KVCaches
 from kvkeep.gpu.device import CopyPlan, DeviceCopier
-from kvkeep.gpu.host import ByteArray, HostTask, HostTransfer
-from kvkeep.gpu.native_transfer import plan_transfer
-from kvkeep.gpu.selftest import run_self_test
-from kvkeep.gpu.slots import (
+from kvkeep.gpu.host_copy import ByteArray, HostTask, HostTransfer, plan_transfer
+from kvkeep.gpu.pages import (
     Int64Array,
     PageRules,
+    PageViews,
     chunk_pages,
     segments_of,
     slots_as_array,
+    view_pages,
 )
+from kvkeep.gpu.selftest import run_self_test
 from kvkeep.gpu.threads import CopyThreads, Job
-from kvkeep.gpu.views import PageViews, view_pages
 from kvkeep.layout import KVLayout, MemoryFormat
-from kvkeep.memory.base import MemoryObj
-from kvkeep.memory.dtypes import dtype_name
-from kvkeep.memory.huge_pages import advise_huge_pages
+from kvkeep.memory.base import MemoryObj, dtype_name
+from kvkeep.memory.placement import advise_huge_pages
 
 
 class _Pages:

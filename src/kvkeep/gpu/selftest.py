@@ -16,10 +16,9 @@ import torch
 
 from kvkeep.errors import LayoutError
 from kvkeep.gpu.base import GPUConnectorInterface
-from kvkeep.gpu.views import describe
-from kvkeep.memory.base import MemoryObj
+from kvkeep.gpu.pages import describe
+from kvkeep.memory.base import MemoryObj, References
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.ownership import References
 
 
 def run_self_test(connector: GPUConnectorInterface, tensors: Sequence[torch.Tensor]) -> None:

@@ -5,6 +5,20 @@ answers, with a deadline. ``start`` does not: ``poll`` says "not yet" until ever
 what it found into memory, or a deadline has passed. In both forms the answer is the minimum over
 the workers, what a worker holds beyond it is given back, and a lookup without an answer is a miss
 that leaves nothing pinned, however late answers arrive.
+
+PendingLookup: a lookup whose answers are on their way, and what they come to.
+
+Pure bookkeeping: who has answered what by when; nothing is sent here. Used with the client's lock
+held.
+
+StartedLookups: lookups that nobody waits for, from the question to the last answer.
+
+Used with the client's lock held.
+
+HitCounters: what lookups came to, as the scheduler knows it, on its way to the workers' metrics.
+
+A worker knows what it found, not whether its answer came in time nor what the other ranks had. So
+the client counts, and the workers hear of it. Used with the client's lock held.
 """
 
 from __future__ import annotations
@@ -12,18 +26,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from kvkeep.engine.results import FoundTokens
 from kvkeep.errors import LookupServiceError
-from kvkeep.keys import TOKEN_BYTES
-from kvkeep.lookup.messages import (
+from kvkeep.hashing import TOKEN_BYTES
+from kvkeep.lookup.protocol import (
     PROTOCOL,
     Check,
     CheckReply,
     Clear,
     ClearReply,
+    Counted,
     ErrorReply,
     Hello,
     HelloReply,
@@ -34,15 +52,210 @@ from kvkeep.lookup.messages import (
     NumbersReply,
     Reply,
     Request,
+    Start,
+    Started,
     Unpin,
     WireScope,
 )
-from kvkeep.lookup.pending import Outcome, shortest
-from kvkeep.lookup.started import StartedLookups
-from kvkeep.lookup.tally import Tally
-from kvkeep.lookup.workers import Workers
-from kvkeep.results import FoundTokens
+from kvkeep.lookup.sockets import Workers
 from kvkeep.tokens import PLAIN, RequestScope, as_token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a lookup came to.
+
+    Attributes:
+        found: tokens that every worker has.
+        cause: why that is nothing, if answers are missing: timeout, down, error or full; else "".
+        silent: ranks that have not said a word by their deadline.
+    """
+
+    found: FoundTokens
+    cause: str = ""
+    silent: tuple[int, ...] = ()
+
+
+def shortest(replies: Sequence[Reply | None]) -> Outcome:
+    """The minimum over the workers' answers; nothing if one is missing or an error."""
+    found: list[FoundTokens] = []
+    for reply in replies:
+        if reply is None:
+            return Outcome(FoundTokens(), "timeout")
+        if not isinstance(reply, LookupReply):
+            return Outcome(FoundTokens(), "error")
+        found.append(found_of(reply))
+    return Outcome(min(found))
+
+
+def found_of(reply: LookupReply) -> FoundTokens:
+    """What one worker has found, and where, if it says that."""
+    known = FoundTokens(reply.tiers)
+    return known if known == reply.found else FoundTokens([("unknown", reply.found)])
+
+
+@dataclass(slots=True)
+class PendingLookup:
+    """One lookup under way.
+
+    Attributes:
+        lookup_id: names it.
+        seq: number of the question.
+        num_ranks: workers that are asked.
+        word_deadline: value of ``time.monotonic()`` by which every worker has said something.
+        deadline: by which every worker has answered.
+        replies: answers by rank.
+        started: ranks that said "not yet".
+        refused: why it was not asked: down or full; else "".
+    """
+
+    lookup_id: str
+    seq: int
+    num_ranks: int
+    word_deadline: float
+    deadline: float
+    refused: str = ""
+    replies: dict[int, LookupReply | ErrorReply] = field(default_factory=dict)
+    started: set[int] = field(default_factory=set)
+
+    def note(self, rank: int, reply: Reply) -> None:
+        """A worker has answered this question."""
+        if isinstance(reply, Started):
+            self.started.add(rank)
+        elif isinstance(reply, LookupReply | ErrorReply):
+            self.replies.setdefault(rank, reply)
+
+    def outcome(self, now: float, is_down: Callable[[int], bool]) -> Outcome | None:
+        """What it came to; None: not yet."""
+        if self.refused:
+            return Outcome(FoundTokens(), self.refused)
+        if any(isinstance(reply, ErrorReply) for reply in self.replies.values()):
+            return Outcome(FoundTokens(), "error")
+        missing = [rank for rank in range(self.num_ranks) if rank not in self.replies]
+        if not missing:
+            return shortest([self.replies[rank] for rank in range(self.num_ranks)])
+        silent = [rank for rank in missing if rank not in self.started]
+        if now < self.word_deadline:
+            silent = []
+        if silent or now >= self.deadline:
+            return Outcome(FoundTokens(), "timeout", tuple(silent))
+        return Outcome(FoundTokens(), "down") if any(map(is_down, missing)) else None
+
+
+class StartedLookups:
+    """Questions under way, by lookup id and by number."""
+
+    def __init__(self, workers: Workers, *, timeout_s: float, prefetch_timeout_s: float) -> None:
+        """Nothing is under way.
+
+        Args:
+            workers: whom to ask.
+            timeout_s: by then every worker has to say something.
+            prefetch_timeout_s: what it may take longer until it answers.
+        """
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._prefetch_timeout_s = prefetch_timeout_s
+        self._by_id: dict[str, PendingLookup] = {}
+        self._by_seq: dict[int, PendingLookup] = {}
+
+    def __len__(self) -> int:
+        """Lookups that have no outcome yet."""
+        return len(self._by_id)
+
+    def start(self, lookup_id: str, data: bytes, scope: RequestScope, *, is_up: bool) -> None:
+        """Ask every worker, or none if one of them is down: the outcome is known then."""
+        self.forget(lookup_id)
+        workers = self._workers
+        seq = workers.next_seq()
+        now = time.monotonic()
+        unsent: tuple[int, ...] = ()
+        if is_up:
+            question = Start(seq, lookup_id, data, WireScope.of(scope))
+            ranks = range(len(workers))
+            unsent = tuple(rank for rank in ranks if not workers.send(rank, question))
+        pending = PendingLookup(
+            lookup_id=lookup_id,
+            seq=seq,
+            num_ranks=len(workers),
+            word_deadline=now + self._timeout_s,
+            deadline=now + self._timeout_s + self._prefetch_timeout_s,
+            refused="" if is_up else "down",
+        )
+        if unsent:
+            pending.refused = "full"
+        self._by_id[lookup_id] = self._by_seq[seq] = pending
+
+    def poll(self, lookup_id: str) -> tuple[PendingLookup, Outcome] | None:
+        """A lookup that has an outcome now, which is told once; None: not yet, or unknown."""
+        pending = self._by_id.get(lookup_id)
+        if pending is None:
+            return None
+        while self.note(self._workers.receive(0.0)):
+            pass
+        outcome = pending.outcome(time.monotonic(), self._workers.is_down)
+        if outcome is None:
+            return None
+        self.forget(lookup_id)
+        for rank in outcome.silent:
+            self._workers.mark_down(rank, self._timeout_s)
+        if outcome.cause:
+            self._workers.failures[outcome.cause] += 1
+        return pending, outcome
+
+    def is_known(self, lookup_id: str) -> bool:
+        """The lookup has no outcome yet."""
+        return lookup_id in self._by_id
+
+    def note(self, arrived: Sequence[tuple[int, Reply]]) -> bool:
+        """Take the answers that are for these questions; True if anything arrived at all."""
+        for rank, reply in arrived:
+            pending = self._by_seq.get(reply.seq)
+            if pending is not None:
+                pending.note(rank, reply)
+        return bool(arrived)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for any worker's word, at most ``timeout_s``; not at all if nothing is under way."""
+        if self._by_id:
+            self.note(self._workers.receive(max(0.0, timeout_s)))
+
+    def forget(self, lookup_id: str) -> None:
+        """Nobody wants the outcome any more."""
+        pending = self._by_id.pop(lookup_id, None)
+        if pending is not None:
+            del self._by_seq[pending.seq]
+
+
+class HitCounters:
+    """Sums since they were last sent."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._asked = 0
+        self._found: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+
+    def answered(self, asked: int, found: Sequence[tuple[str, int]]) -> None:
+        """A lookup for ``asked`` tokens was answered: (tier, tokens) of what was found."""
+        self._asked += asked
+        for tier, num_tokens in found:
+            self._found[tier] += num_tokens
+
+    def failed(self, asked: int, cause: str) -> None:
+        """A lookup for ``asked`` tokens was given up."""
+        self._failed[cause] += asked
+
+    def take(self, seq: int) -> Counted | None:
+        """The sums as a message, after which they are zero; None if there are none."""
+        if not self._asked and not self._failed:
+            return None
+        message = Counted(seq, self._asked, tuple(self._found.items()), tuple(self._failed.items()))
+        self._asked = 0
+        self._found.clear()
+        self._failed.clear()
+        return message
+
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +286,7 @@ class LookupClient:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._closed = False  # guarded by _lock
-        self._tallies = [Tally() for _ in paths]  # by rank; guarded by _lock
+        self._tallies = [HitCounters() for _ in paths]  # by rank; guarded by _lock
         self._workers = Workers(paths)  # guarded by _lock
         self._started = StartedLookups(  # guarded by _lock
             self._workers, timeout_s=timeout_s, prefetch_timeout_s=prefetch_timeout_s

@@ -7,25 +7,42 @@ the answer when it is there; nor where it is to clear (``clears.py``). Nothing t
 the thread: a malformed message, an exception of the engine and a client that died are answered,
 counted and forgotten. A client that dies takes nothing with it but its leases, which end at their
 deadline.
+
+Clears: what the lookup server removes on demand, in a thread of their own.
+
+Removing everything from a slow store takes as long as that store does, and lookups go on meanwhile.
+One runs at a time, the others wait in order. One that does not end keeps one thread, and no more
+are begun after it. Callable from any thread.
+
+LookupTarget: what the lookup server needs of a CacheEngine.
+
+LateAnswers: answers that are ready after their question was put aside, on their way out.
+
+Any thread may add one. The server's thread takes them; a file descriptor that it polls wakes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 
+from kvkeep.engine.results import FoundTokens
 from kvkeep.errors import KVKeepError, LookupServiceError
+from kvkeep.hashing import TOKEN_BYTES
 from kvkeep.identity import CacheIdentity
-from kvkeep.keys import TOKEN_BYTES
-from kvkeep.lookup.clears import Clears
-from kvkeep.lookup.late import LateAnswers
-from kvkeep.lookup.messages import (
+from kvkeep.lookup.protocol import (
     MAX_ERROR_CHARS,
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -51,10 +68,171 @@ from kvkeep.lookup.messages import (
     encode,
     number_of,
 )
-from kvkeep.lookup.paths import make_private, remove_stale_sockets
-from kvkeep.lookup.target import LookupTarget
+from kvkeep.lookup.sockets import make_private, remove_stale_sockets
 from kvkeep.metrics import Metrics
-from kvkeep.results import FoundTokens
+from kvkeep.tokens import RequestScope
+
+#: One that runs for longer does not end: what comes after it is refused.
+CLEAR_TIMEOUT_S = 120.0
+#: How many wait.
+MAX_WAITING = 16
+
+
+class Clears:
+    """Runs jobs one after the other; the thread lives as long as there are any."""
+
+    def __init__(self) -> None:
+        """Nothing is under way, and there is no thread."""
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], None]] = deque()  # guarded by _lock
+        self._thread: threading.Thread | None = None  # guarded by _lock
+        self._since = 0.0  # when the job under way began; guarded by _lock
+        self._closed = False  # guarded by _lock
+
+    def start(self, job: Callable[[], None]) -> str | None:
+        """Run a job, which raises nothing, after those before it; why not, or None if it will."""
+        with self._lock:
+            if self._closed:
+                return "the server is closing"
+            if self._thread is not None and time.monotonic() - self._since > CLEAR_TIMEOUT_S:
+                return f"an earlier one has not ended within {CLEAR_TIMEOUT_S:g} s"
+            if len(self._waiting) >= MAX_WAITING:
+                return f"{MAX_WAITING} others are waiting"
+            if self._thread is None:
+                thread = threading.Thread(
+                    target=self._work, name="kvkeep-lookup-clear", daemon=True
+                )
+                try:
+                    thread.start()  # it waits for the lock
+                except RuntimeError as error:
+                    return str(error)
+                self._since = time.monotonic()
+                self._thread = thread
+            self._waiting.append(job)
+        return None
+
+    def close(self, timeout_s: float) -> None:
+        """Drop what waits, and wait for the one under way."""
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                job = self._waiting.popleft()
+                self._since = time.monotonic()
+            job()
+
+
+class LateAnswers:
+    """A queue that can be polled."""
+
+    def __init__(self) -> None:
+        """Empty and open."""
+        self._lock = threading.Lock()
+        self._ready: deque[tuple[bytes, Reply]] = deque()  # guarded by _lock
+        self._closed = False  # guarded by _lock
+        self._wake_recv, self._wake_send = os.pipe()
+        os.set_blocking(self._wake_recv, False)
+        os.set_blocking(self._wake_send, False)
+
+    def fileno(self) -> int:
+        """Readable while there are answers."""
+        return self._wake_recv
+
+    def add(self, client: bytes, reply: Reply) -> None:
+        """An answer for a client; nothing once this is closed."""
+        with self._lock:
+            if not self._closed:
+                self._ready.append((client, reply))
+                with contextlib.suppress(BlockingIOError):  # then it is readable already
+                    os.write(self._wake_send, b"\0")
+
+    def take(self) -> list[tuple[bytes, Reply]]:
+        """All answers so far, in the order in which they came."""
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                while not self._closed and os.read(self._wake_recv, 4096):
+                    pass
+            ready, self._ready = list(self._ready), deque()
+        return ready
+
+    def close(self) -> None:
+        """Drop what is there and what still comes."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._ready.clear()
+                os.close(self._wake_recv)
+                os.close(self._wake_send)
+
+
+class LookupTarget(Protocol):
+    """What the server needs of a CacheEngine."""
+
+    def lookup(
+        self,
+        tokens: object,
+        *,
+        lookup_id: str | None,
+        pin: bool,
+        scope: RequestScope,
+        counted: bool,
+    ) -> int:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.lookup`."""
+
+    def async_lookup(
+        self, tokens: object, *, lookup_id: str, scope: RequestScope, counted: bool
+    ) -> Future[FoundTokens]:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.async_lookup`."""
+
+    def lookup_unpin(self, lookup_id: str) -> object:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.lookup_unpin`."""
+
+    def lookup_keep(self, lookup_id: str, num_tokens: int) -> None:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.lookup_keep`."""
+
+    def check(self) -> CheckNumbers:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.check`."""
+
+    def clear(self, locations: Collection[str] | None = None) -> int:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.clear`."""
+
+
+class CheckNumbers(Protocol):
+    """What the server reads of a CheckReport."""
+
+    @property
+    def open_leases(self) -> int:
+        """Leases that no one has ended yet."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pool handed out."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pool that can be handed out."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the pool."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks stored."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Counters by name."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,24 +2,39 @@
 
 A MemoryObj is a view of pool memory with a reference count and a pin count. It goes back to its
 allocator exactly when both are zero. Nobody outside ``memory/`` and ``backends/local_cpu.py``
-counts by hand: everybody else uses :class:`kvkeep.memory.ownership.References` or a lease. Callable
+counts by hand: everybody else uses :class:`kvkeep.memory.base.References` or a lease. Callable
 from any thread.
+
+Counting many memory objects at once: their allocator's lock is taken once per batch.
+
+For the tiers and :class:`kvkeep.memory.base.References`. Callable from any thread. A long
+prompt is pinned and unpinned as a whole, so the counts are changed here without a call per object;
+:class:`~kvkeep.memory.base.MemoryObj` says what they mean.
+
+References: an owner object for references to memory, so that no exception can leak one.
+
+Use it from one thread at a time.
+
+Element types by the names that layouts and headers carry. Pure functions.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvkeep.errors import OwnershipError
-from kvkeep.layout import MemoryFormat
+from kvkeep.errors import LayoutError, OwnershipError
+from kvkeep.layout import DTYPE_SIZES, MemoryFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +85,7 @@ class MemoryObj:
 
     It starts with one reference, which belongs to whoever allocated it. There are as many as chunks
     in a pool, so it holds no view of its bytes: each use makes one. Its counts are changed here and
-    in :mod:`kvkeep.memory.batches` alone.
+    in :mod:`kvkeep.memory.base` alone.
 
     Attributes:
         metadata: what it holds.
@@ -346,3 +361,179 @@ class MemoryAllocatorInterface(ABC):
         and pins back is not. A tensor or array taken from one before stays readable until it is
         dropped.
         """
+
+
+#: Counts as many objects of one owner as it can, whose lock is held; returns how many it did.
+_Take = Callable[[Sequence[MemoryObj]], int]
+#: Counts down each object of one owner, whose lock is held; the error of the first that was not up.
+_Give = Callable[[Sequence[MemoryObj]], OwnershipError | None]
+
+
+def batched_ref_count_up(objects: Sequence[MemoryObj]) -> None:
+    """One more reference to each object, or to none if one was given back.
+
+    Raises:
+        OwnershipError: the memory of one was given back.
+    """
+    _take_all(objects, _ref_up_locked, _ref_down_locked)
+
+
+def batched_pin(objects: Sequence[MemoryObj]) -> None:
+    """One more pin on each object, or on none if one was given back.
+
+    Raises:
+        OwnershipError: the memory of one was given back.
+    """
+    _take_all(objects, _pin_locked, _unpin_locked)
+
+
+def batched_ref_count_down(objects: Sequence[MemoryObj]) -> None:
+    """Give one reference to each object back; goes on after an error.
+
+    Raises:
+        OwnershipError: no reference to one was held; the others were given back.
+    """
+    _give_all(objects, _ref_down_locked)
+
+
+def batched_unpin(objects: Sequence[MemoryObj]) -> None:
+    """Give one pin on each object back; goes on after an error.
+
+    Raises:
+        OwnershipError: one was not pinned; the others were unpinned.
+    """
+    _give_all(objects, _unpin_locked)
+
+
+def _ref_up_locked(run: Sequence[MemoryObj]) -> int:
+    for number, obj in enumerate(run):
+        if obj._memory is None:
+            return number
+        obj._refs += 1
+    return len(run)
+
+
+def _pin_locked(run: Sequence[MemoryObj]) -> int:
+    for number, obj in enumerate(run):
+        if obj._memory is None:
+            return number
+        obj._pins += 1
+    return len(run)
+
+
+def _ref_down_locked(run: Sequence[MemoryObj]) -> OwnershipError | None:
+    error: OwnershipError | None = None
+    for obj in run:
+        refs = obj._refs
+        if refs < 1:
+            error = error or obj.released_twice("reference to")
+            continue
+        obj._refs = refs - 1
+        if refs == 1 and not obj._pins:
+            obj.give_back_locked()
+    return error
+
+
+def _unpin_locked(run: Sequence[MemoryObj]) -> OwnershipError | None:
+    error: OwnershipError | None = None
+    for obj in run:
+        pins = obj._pins
+        if pins < 1:
+            error = error or obj.released_twice("pin on")
+            continue
+        obj._pins = pins - 1
+        if pins == 1 and not obj._refs:
+            obj.give_back_locked()
+    return error
+
+
+_owner_of = attrgetter("owner")
+
+
+def _runs(objects: Sequence[MemoryObj]) -> Iterator[tuple[MemoryOwner, Sequence[MemoryObj]]]:
+    """The objects in order, in runs of one owner. Nearly always that is one run."""
+    if len(set(map(_owner_of, objects))) == 1:
+        yield objects[0].owner, objects
+        return
+    for owner, run in groupby(objects, key=_owner_of):
+        yield owner, list(run)
+
+
+def _take_all(objects: Sequence[MemoryObj], take: _Take, give: _Give) -> None:
+    taken = 0
+    for owner, run in _runs(objects):
+        with owner.count_lock:
+            number = take(run)
+        taken += number
+        if number < len(run):
+            _give_all(objects[:taken], give)
+            raise run[number].given_back()
+
+
+def _give_all(objects: Sequence[MemoryObj], give: _Give) -> None:
+    first_error: OwnershipError | None = None
+    for owner, run in _runs(objects):
+        with owner.count_lock:
+            error = give(run)
+            owner.note_release_locked(None)
+        first_error = first_error or error
+    if first_error is not None:
+        raise first_error
+
+
+class References:
+    """Owns one reference to each of some memory objects and gives them back once.
+
+    >>> with References(backend.batched_get_blocking(keys)) as held:
+    ...     copy(held.objects)
+    """
+
+    def __init__(self, objects: Iterable[MemoryObj | None] = ()) -> None:
+        """Become the owner of references that the caller holds. None entries are skipped."""
+        self.objects: list[MemoryObj] = [obj for obj in objects if obj is not None]
+
+    def adopt(self, objects: Iterable[MemoryObj | None]) -> None:
+        """Become the owner of more references."""
+        self.objects.extend(obj for obj in objects if obj is not None)
+
+    def detach(self) -> list[MemoryObj]:
+        """Hand all references to the caller, who must give them back."""
+        objects, self.objects = self.objects, []
+        return objects
+
+    def release(self) -> None:
+        """Give all references back; a second call does nothing.
+
+        Raises:
+            OwnershipError: somebody else gave one of them back before; all others were given back.
+        """
+        batched_ref_count_down(self.detach())
+
+    def __enter__(self) -> References:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of an element type, without the library's prefix: ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The element type of a name that :data:`kvkeep.layout.DTYPE_SIZES` knows.
+
+    Raises:
+        LayoutError: it does not know the name.
+    """
+    if name not in DTYPE_SIZES:
+        raise LayoutError(f"unknown KV dtype {name!r}; known: {', '.join(DTYPE_SIZES)}")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

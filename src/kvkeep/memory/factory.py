@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from kvkeep.memory.allocators import (
+    ALIGNMENT_BYTES,
+    GeneralAllocator,
+    MixedMemoryAllocator,
+    PagedAllocator,
+    PagedCpuGpuMemoryAllocator,
+    PoolAllocator,
+    ReleaseSignal,
+)
 from kvkeep.memory.arena import Arena
 from kvkeep.memory.base import MemoryAllocatorInterface
-from kvkeep.memory.general import GeneralAllocator
-from kvkeep.memory.mixed import MixedMemoryAllocator
-from kvkeep.memory.paged import PagedAllocator
-from kvkeep.memory.paged_cpu_gpu import PagedCpuGpuMemoryAllocator
-from kvkeep.memory.pool import ALIGNMENT_BYTES, PoolAllocator, ReleaseSignal
-from kvkeep.memory.report import AllocatorReport, Choice
+from kvkeep.memory.placement import AllocatorReport, Choice
 
 
 def initialize_allocator(
@@ -34,7 +38,7 @@ def initialize_allocator(
         shared_name: make the memory shared, under this name.
         shareable: make it shared in any case, so that its descriptor can be sent to others.
         huge_pages: ask for huge pages, where the system gives them on request.
-        numa: the memory node to prefer and why, see :func:`kvkeep.memory.numa.choose_node`; None
+        numa: the memory node to prefer and why (``choose_node``); None
             leaves it to the system.
 
     Raises:

@@ -14,8 +14,8 @@ import sys
 import threading
 
 from kvkeep.errors import OwnershipError
-from kvkeep.memory.paged import PagedAllocator
-from kvkeep.memory.sizing import available_bytes
+from kvkeep.memory.allocators import PagedAllocator
+from kvkeep.memory.placement import available_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
 
 V = TypeVar("V")
 

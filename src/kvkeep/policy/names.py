@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.errors import ConfigError
 from kvkeep.policy.base import CachePolicy
-from kvkeep.policy.fifo import FIFOPolicy
-from kvkeep.policy.lfu import LFUPolicy
-from kvkeep.policy.lru import LRUPolicy
-from kvkeep.policy.mru import MRUPolicy
+from kvkeep.policy.classic import FIFOPolicy, LFUPolicy, LRUPolicy, MRUPolicy
 from kvkeep.policy.reuse import ReusePolicy
 
 if TYPE_CHECKING:  # it brings torch, which commands that only replay or name policies do without

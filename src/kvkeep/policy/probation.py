@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import islice
 from typing import ClassVar
 
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
 from kvkeep.policy.base import CachePolicy, V, pick
 
 #: Share of the pool that newcomers have.

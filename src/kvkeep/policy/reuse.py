@@ -1,7 +1,7 @@
 """ReusePolicy: the chunk whose next use is least worth waiting for goes first, suffixes foremost.
 
 The default. It learns, while it runs, how long chunks of different kinds wait for their next use
-(:mod:`kvkeep.policy.reuse_model`, :mod:`kvkeep.policy.reuse_classes`), and remembers for some
+(:mod:`kvkeep.policy.reuse`, :mod:`kvkeep.policy.reuse`), and remembers for some
 turnovers of the pool the names of chunks that went, so that it learns also from those it should
 have kept. Nothing is tuned to a workload: with reuse that is recent it acts like LRU, with few
 chunks that are popular for long like a probation queue, with loops it keeps a fixed part.
@@ -10,46 +10,339 @@ A chunk with a successor in the pool is no candidate, since the successor would 
 it. Chains are known from :meth:`note_chain`; without it every chunk stands alone.
 
 Every update is O(1) but for a constant share of what each epoch costs; a candidate is O(log n).
+
+Classes of chunks that may be expected to be used again at different rates.
+
+Pure arithmetic, used by :class:`~kvkeep.policy.reuse.ReusePolicy`. A chunk that was used once is
+told by the prompt that brought it: how much was new in it, how popular the chunk is that it hangs
+on, and whether it is the prompt's end. A chunk that was used again is told by its uses and by the
+typical interval between them. The classes say nothing about which of them is worth more: that is
+learned.
+
+    new:   uses of the chunk before (none | few | many) x new chunks in the prompt x end or not
+    used:  uses (2 | 3, 4 | more) x interval between uses, in turnovers of the pool
+
+ReuseModel: what was learned about when chunks of each class are used again.
+
+Owned by one :class:`~kvkeep.policy.reuse.ReusePolicy` and called under its backend's lock. Time is
+counted in epochs, of which a turnover of the pool (as many puts as it has chunks) has
+:data:`EPOCHS_PER_TURNOVER`.
+
+For each class and age since the last use the model counts uses and exposure (chunks x epochs at
+that age, whether they are still stored or only remembered). Their quotient is the hazard: the rate
+at which a chunk of that class and age is used again. It is an estimate for censored lifetimes, so
+what is still waiting for its next use counts as well as what was used.
+
+The worth of keeping a chunk is its Gittins index, the best rate of return of any plan "keep it for
+so long, then give up":
+
+    index(class, age) = max over T of   P(used again within T) / E(epochs kept within T)
+
+With a falling hazard this is the hazard itself and the order is like that of LRU. Where most chunks
+come back late, or few of a class ever do, it is not: then it holds on to those that waited long
+already, or to those of better classes, and lets new ones go. (J. C. Gittins, "Bandit processes and
+dynamic allocation indices", 1979; the use of age and class is that of Beckmann, Chen and Cidon,
+"LHD: Improving cache hit rate by maximizing hit density", NSDI 2018.)
+
+What :class:`~kvkeep.policy.reuse.ReusePolicy` knows of one chunk, packed into a number.
+
+A policy of a large pool knows a million chunks and the names of as many that went. The garbage
+collector looks at every object, at each of its full collections, but not at numbers, nor at dicts
+of names to numbers; so the engine never stands still for them. Pure functions.
+
+    bits 0..2     uses, at most 7: nobody asks for more
+    bits 3..26    typical interval between uses, in parts of an epoch; 0 before the second use
+    bit  27       a successor of the chunk is stored, so the chunk stands in no queue
+    bits 28..     the queue: class in the lowest 6 bits, epoch of the last use above them
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from array import array
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import pairwise
 from typing import ClassVar
 
-from kvkeep.keys import ChunkKey
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.hashing import ChunkKey
 from kvkeep.policy.base import CachePolicy, V
-from kvkeep.policy.reuse_classes import (
-    GROUP_ODDS,
-    GROUPS,
-    UNKNOWN,
-    class_of_new,
-    class_of_used,
+
+#: Upper bounds of the uses of the chunk before: no such chunk, up to 4, more.
+_BEFORE = (0, 4)
+#: Lower bounds of the number of new chunks.
+_LENGTHS = (4, 16, 32, 64)
+#: Upper bounds of the uses of a chunk that was used again.
+_USES = (2, 4)
+_MOST_USES = _USES[-1] + 1
+#: Lower bounds of the interval between two uses, in turnovers.
+_INTERVALS = (0.05, 0.2, 0.8)
+
+_NUM_NEW = (len(_BEFORE) + 1) * (len(_LENGTHS) + 1)
+_NUM_INTERVALS = len(_INTERVALS) + 1
+
+NUM_CLASSES = 2 * _NUM_NEW + (len(_USES) + 1) * _NUM_INTERVALS
+
+#: First class of the chunks with so many uses; the last one stands for more, too.
+_FIRST_OF_USES = tuple(
+    2 * _NUM_NEW + bisect_left(_USES, uses) * _NUM_INTERVALS for uses in range(_MOST_USES + 1)
 )
-from kvkeep.policy.reuse_model import (
-    BUCKET_OF_AGE,
-    EPOCHS_PER_TURNOVER,
-    HORIZON_TURNOVERS,
-    NUM_AGES,
-    ReuseModel,
+
+#: Group of each class: classes of one group are alike, and learn from each other.
+GROUPS: tuple[int, ...] = (
+    *(number // (len(_LENGTHS) + 1) for number in range(_NUM_NEW)),
+    *(len(_BEFORE) + 1 for _ in range(_NUM_NEW)),
+    *(len(_BEFORE) + 2 + number // _NUM_INTERVALS for number in range(NUM_CLASSES - 2 * _NUM_NEW)),
 )
-from kvkeep.policy.reuse_state import (
-    HAS_NEXT,
-    PARTS,
-    class_of,
-    epoch_of,
-    history_after_use,
-    least_state,
-    new_state,
-    queue_number,
-    queue_of,
-    used_state,
-    uses_of,
+
+#: How much more often than a new one a chunk of each group comes back, before anything is known.
+GROUP_ODDS: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 3.0)
+
+#: Class of a chunk about whose prompt nothing was said.
+UNKNOWN = 0
+
+
+def class_of_new(uses_before: int, num_new: int, *, is_end: bool) -> int:
+    """Class of a chunk that comes for the first time.
+
+    Args:
+        uses_before: uses of the last present chunk of the prompt, 0 if there is none.
+        num_new: missing chunks of the prompt.
+        is_end: it is the last chunk of the prompt.
+    """
+    number = bisect_left(_BEFORE, uses_before) * (len(_LENGTHS) + 1)
+    number += bisect_right(_LENGTHS, num_new)
+    return number + _NUM_NEW if is_end else number
+
+
+def class_of_used(uses: int, interval: float) -> int:
+    """Class of a chunk that was used again.
+
+    Args:
+        uses: how often, at least 2.
+        interval: between two uses, in turnovers of the pool.
+    """
+    return _FIRST_OF_USES[min(uses, _MOST_USES)] + bisect_right(_INTERVALS, interval)
+
+
+EPOCHS_PER_TURNOVER = 16
+#: Turnovers after which a chunk that was not used counts as given up.
+HORIZON_TURNOVERS = 8
+NUM_AGES = EPOCHS_PER_TURNOVER * HORIZON_TURNOVERS
+#: Turnovers after which what was learned weighs half as much, about.
+_MEMORY_TURNOVERS = 64
+#: Weight of what is believed before anything is known, as a share of a turnover of chunks.
+_PRIOR_WEIGHT = 0.2
+#: Hazard of a new chunk at age t epochs before anything is known: this divided by (t + 4).
+_PRIOR_HAZARD = 0.3
+
+_EDGES = tuple(
+    edge for edge in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if edge < NUM_AGES
 )
+NUM_BUCKETS = len(_EDGES)
+#: Bucket of each age in epochs.
+BUCKET_OF_AGE: tuple[int, ...] = tuple(bisect_right(_EDGES, age) - 1 for age in range(NUM_AGES))
+
+_AGES = np.arange(NUM_AGES)
+
+Matrix = NDArray[np.float64]
+
+
+class ReuseModel:
+    """Hazards and indices of all classes."""
+
+    def __init__(self, groups: Sequence[int], group_odds: Sequence[float]) -> None:
+        """Know nothing yet.
+
+        Args:
+            groups: group of each class.
+            group_odds: of each group, how much more often its chunks come back than new ones.
+        """
+        num_classes = len(groups)
+        self._groups = np.asarray(groups)
+        self._odds = np.asarray(group_odds, dtype=np.float64)
+        self._uses = np.zeros((num_classes, NUM_BUCKETS))
+        self._exposure = np.zeros((num_classes, NUM_BUCKETS))
+        # Counts are kept in flat arrays, which a single update is quick in, and seen as matrices.
+        # Uses in the current epoch, by class and bucket of the age.
+        self._new_uses = array("q", bytes(8 * num_classes * NUM_BUCKETS))
+        self._new_uses_seen = _seen(self._new_uses, NUM_BUCKETS)
+        # Chunks that wait for their next use, by epoch (modulo NUM_AGES) of the last one and class.
+        self._waiting = array("q", bytes(8 * NUM_AGES * num_classes))
+        self._waiting_seen = _seen(self._waiting, num_classes)
+        self._num_classes = num_classes
+        self._epoch = 0
+        edges = np.array((*_EDGES, NUM_AGES), dtype=np.float64)
+        self._widths: Matrix = np.diff(edges)
+        middles = (edges[:-1] + edges[1:]) / 2
+        self._shape: Matrix = _PRIOR_HAZARD / (middles + EPOCHS_PER_TURNOVER / 4)
+
+    def start_waiting(self, chunk_class: int) -> None:
+        """A chunk was used, or came, in this epoch."""
+        self._waiting[self._epoch % NUM_AGES * self._num_classes + chunk_class] += 1
+
+    def forget(self, chunk_class: int, age: int) -> None:
+        """A chunk does not wait any more: it was forgotten.
+
+        Args:
+            chunk_class: the class with which it started to wait.
+            age: epochs since then.
+        """
+        if age < NUM_AGES:
+            self._waiting[(self._epoch - age) % NUM_AGES * self._num_classes + chunk_class] -= 1
+
+    def wait_again(self, chunk_class: int, age: int, next_class: int, count: int) -> None:
+        """Chunks of a class were used at this age, and wait anew as ones of ``next_class``."""
+        waiting, width = self._waiting, self._num_classes
+        if age < NUM_AGES:
+            waiting[(self._epoch - age) % NUM_AGES * width + chunk_class] -= count
+            self._new_uses[chunk_class * NUM_BUCKETS + BUCKET_OF_AGE[age]] += count
+        waiting[self._epoch % NUM_AGES * width + next_class] += count
+
+    def end_epoch(self) -> None:
+        """Everything that waits becomes an epoch older. The first epoch of a wait never counts."""
+        self._uses += self._new_uses_seen
+        self._exposure[:, 1:] += self.waiting_by_bucket()[1:].T
+        keep = 1 - 1 / (_MEMORY_TURNOVERS * EPOCHS_PER_TURNOVER)
+        self._uses *= keep
+        self._exposure *= keep
+        self._new_uses_seen[:] = 0
+        self._epoch += 1
+        self._waiting_seen[self._epoch % NUM_AGES] = 0
+
+    def waiting_by_bucket(self) -> NDArray[np.int64]:
+        """Chunks that wait for their next use, by bucket of their age and class."""
+        by_age = self._waiting_seen[(self._epoch - _AGES) % NUM_AGES]
+        counts: NDArray[np.int64] = np.add.reduceat(by_age, _EDGES, axis=0)
+        return counts
+
+    def hazards(self, num_chunks: int) -> Matrix:
+        """The estimated hazards, by class and bucket of age.
+
+        Each class leans on its group, each group on all chunks, and these on a falling hazard, as
+        far as there is little evidence: first in its level, then bucket by bucket.
+
+        Args:
+            num_chunks: chunks in the pool, the measure for how much evidence is much.
+        """
+        weight = _PRIOR_WEIGHT * num_chunks
+        num_groups = len(self._odds)
+        group_uses = np.zeros((num_groups, NUM_BUCKETS))
+        group_exposure = np.zeros((num_groups, NUM_BUCKETS))
+        np.add.at(group_uses, self._groups, self._uses)
+        np.add.at(group_exposure, self._groups, self._exposure)
+        overall = (self._uses.sum(0) + self._shape * 2.5 * weight) / (
+            self._exposure.sum(0) + 2.5 * weight
+        )
+        like_overall = np.broadcast_to(overall, group_uses.shape)
+        by_group = _lean(group_uses, group_exposure, like_overall, self._odds, weight)
+        like_group = by_group[self._groups]
+        return _lean(self._uses, self._exposure, like_group, np.ones(len(self._groups)), weight)
+
+    def indices(self, num_chunks: int) -> list[list[float]]:
+        """The Gittins index by class and bucket of age; see :meth:`hazards`."""
+        # [bucket, class] from here on, so that what is done bucket by bucket is contiguous
+        hazards = np.ascontiguousarray(np.maximum(self.hazards(num_chunks), 1e-12).T)
+        passed = hazards * self._widths[:, None]
+        survival = np.exp(-passed)
+        used = -np.expm1(-passed)
+        step = np.stack((used, used / hazards), axis=1)  # chance of a use, epochs kept; per bucket
+        # the same of each plan "from this bucket to the end of that one", from the last start on
+        plans = np.zeros_like(step)
+        index = np.empty_like(hazards)
+        for start in reversed(range(NUM_BUCKETS)):
+            plans[start + 1 :] *= survival[start]
+            plans[start:] += step[start]
+            np.max(plans[start:, 0] / plans[start:, 1], axis=0, out=index[start])
+        table: list[list[float]] = index.T.tolist()
+        return table
+
+
+def _seen(counts: array[int], width: int) -> NDArray[np.int64]:
+    """The same memory as a matrix with rows of ``width``."""
+    return np.frombuffer(counts, np.int64).reshape(-1, width)
+
+
+def _lean(uses: Matrix, exposure: Matrix, like: Matrix, odds: Matrix, weight: float) -> Matrix:
+    """Hazards that are ``like``, times a level for each row, where there is little evidence."""
+    level_weight = weight * like.sum(axis=1)
+    expected = (exposure * like).sum(axis=1)
+    level = (uses.sum(axis=1) + odds * level_weight) / (expected + level_weight)
+    believed = like * level[:, None]
+    result: Matrix = (uses + believed * weight) / (exposure + weight)
+    return result
+
+
+_USES_BITS, _INTERVAL_BITS, _CLASS_BITS = 3, 24, 6
+_MAX_USES = (1 << _USES_BITS) - 1
+_MAX_INTERVAL = (1 << _INTERVAL_BITS) - 1
+_MAX_CLASS = (1 << _CLASS_BITS) - 1
+_QUEUE_SHIFT = _USES_BITS + _INTERVAL_BITS + 1
+#: Set where a successor of the chunk is stored.
+HAS_NEXT = 1 << _USES_BITS + _INTERVAL_BITS
+#: Parts of an epoch in which intervals are counted.
+PARTS = 1 << 12
+
+
+def queue_number(epoch: int, chunk_class: int) -> int:
+    """The queue of the chunks of a class that were last used in an epoch; older ones are less."""
+    return epoch << _CLASS_BITS | chunk_class
+
+
+def epoch_of(queue: int) -> int:
+    """Epoch of the last use of a queue's chunks."""
+    return queue >> _CLASS_BITS
+
+
+def class_of(queue: int) -> int:
+    """Class of a queue's chunks."""
+    return queue & _MAX_CLASS
+
+
+def least_state(epoch: int) -> int:
+    """States of chunks that were last used in this epoch, or later, are not less; others are."""
+    return epoch << _CLASS_BITS + _QUEUE_SHIFT
+
+
+def new_state(queue: int) -> int:
+    """A chunk that was used once."""
+    return queue << _QUEUE_SHIFT | 1
+
+
+def queue_of(state: int) -> int:
+    """The queue in which the chunk stands, if it stands in one."""
+    return state >> _QUEUE_SHIFT
+
+
+def uses_of(state: int) -> int:
+    """How often it was used; 7 stands for more, too."""
+    return state & _MAX_USES
+
+
+def history_after_use(state: int, age: int) -> tuple[int, int]:
+    """Uses and typical interval, smoothed, once the chunk is used again.
+
+    Args:
+        state: before.
+        age: epochs since its last use.
+
+    Returns:
+        Uses, at most 7, and the interval in :data:`PARTS` of an epoch.
+    """
+    uses = state & _MAX_USES
+    age *= PARTS
+    interval = age if uses == 1 else (state >> _USES_BITS & _MAX_INTERVAL) + age >> 1
+    return uses + (uses < _MAX_USES), interval if interval < _MAX_INTERVAL else _MAX_INTERVAL
+
+
+def used_state(queue: int, uses: int, interval: int) -> int:
+    """A chunk with this history in a queue, without a successor."""
+    return queue << _QUEUE_SHIFT | interval << _USES_BITS | uses
+
 
 #: Chains noted and not put yet, in chunks; the oldest are forgotten.
 _MAX_NOTED = 1 << 16

@@ -13,18 +13,35 @@ A round that waits too long, or whose members die or are stopped in the middle, 
 of them: the outcome is decided in one place (``verdicts``), by whoever is first.
 
 Rounds of one group follow each other. Every method may be called from any thread.
+
+The ranks' wire: length-prefixed msgpack arrays over a Unix stream socket (docs/formats.md).
+
+Every length is bounded; nothing is executed or unpickled. Pure data, usable from any thread.
+
+Channel: messages over one Unix stream socket, with deadlines, and a descriptor beside them.
+
+Used by one thread at a time. After an error the other side's messages can no longer be told apart,
+so the channel is to be closed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import socket
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import torch
 
+from kvkeep.errors import RankError
 from kvkeep.layout import MemoryFormat
 from kvkeep.memory.base import MemoryObj
 
@@ -140,3 +157,218 @@ class RankGroup(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the group; a second call does nothing."""
+
+
+#: Version of the messages; all ranks must speak the same one.
+PROTOCOL = 1
+#: A longer message is refused before its body is read.
+MAX_MESSAGE_BYTES = 4 << 20
+#: In front of each message: the length of its body.
+PREFIX = struct.Struct("<I")
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+#: Where a chunk lies in rank 0's pool: offset and size in bytes.
+Place = tuple[_Count, _Count]
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Every message starts with its tag."""
+
+
+class Join(_Message, tag="join", frozen=True):
+    """To rank 0: here is rank ``rank`` of an engine with this identity."""
+
+    protocol: _Count
+    rank: _Count
+    num_ranks: _Count
+    identity: _Digest
+
+
+class Welcome(_Message, tag="welcome", frozen=True):
+    """From rank 0, with the descriptor of its pool's memory if that has ``pool_bytes``."""
+
+    session: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+    pool_bytes: _Count
+
+
+class Plan(_Message, tag="plan", frozen=True):
+    """From rank 0: round ``seq`` begins, or (``refused``) does not.
+
+    Attributes:
+        seq: number of the round.
+        load: the tag of the load.
+        refused: it is a miss.
+        places: the chunks that rank 0 offers.
+    """
+
+    seq: _Count
+    load: _Digest
+    refused: bool = False
+    places: Annotated[tuple[Place, ...], msgspec.Meta(max_length=1 << 17)] = ()
+
+
+class Done(_Message, tag="done", frozen=True):
+    """To rank 0: this rank has written so many chunks."""
+
+    seq: _Count
+    written: _Count
+
+
+class Verdict(_Message, tag="verdict", frozen=True):
+    """From rank 0: so many chunks count."""
+
+    seq: _Count
+    written: _Count
+
+
+Message = Join | Welcome | Plan | Done | Verdict
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """A message with its prefix."""
+    body = _encoder.encode(message)
+    return PREFIX.pack(len(body)) + body
+
+
+def decode(body: bytes | bytearray | memoryview) -> Message:
+    """A message from its body.
+
+    Raises:
+        RankError: it is none of this protocol.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RankError(f"malformed message of {len(body)} bytes: {error}") from error
+
+
+def body_size(prefix: bytes | bytearray | memoryview) -> int:
+    """The length of the body that comes after this prefix.
+
+    Raises:
+        RankError: it is longer than a message may be.
+    """
+    size: int = PREFIX.unpack(prefix)[0]
+    if size > MAX_MESSAGE_BYTES:
+        raise RankError(f"a message of {size} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    return size
+
+
+_READ_BYTES = 64 << 10
+#: Descriptors taken with one read; a peer that sends more gets the others closed by the system.
+_MAX_FDS = 4
+
+
+class Channel:
+    """One connection to another rank."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Own ``sock``, which is connected."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._buffer = bytearray()
+        self._fds: list[int] = []
+
+    @classmethod
+    def connect(cls, path: str) -> Channel | None:
+        """Connect without waiting; None if nobody listens."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            sock.connect(path)
+        except OSError:
+            sock.close()
+            return None
+        return cls(sock)
+
+    def send(self, message: Message, deadline: float, *, fd: int | None = None) -> None:
+        """Send a message, and a descriptor with its first byte.
+
+        Args:
+            message: what.
+            deadline: value of ``time.monotonic()``.
+            fd: the descriptor; stays the caller's.
+
+        Raises:
+            RankError: the other side is gone or does not read.
+        """
+        data = memoryview(encode(message))
+        while data:
+            try:
+                if fd is None:
+                    sent = self._sock.send(data)
+                else:
+                    sent, fd = socket.send_fds(self._sock, [data], [fd]), None
+                data = data[sent:]
+            except BlockingIOError:
+                if not self._wait(select.POLLOUT, deadline):
+                    raise RankError("another rank does not read") from None
+            except OSError as error:
+                raise RankError(f"another rank is gone: {error}") from error
+
+    def receive(self, deadline: float) -> Message | None:
+        """The next message; None if it has not come by ``deadline``.
+
+        What has arrived is read also after the deadline, for a process that was stopped meanwhile.
+
+        Raises:
+            RankError: the other side is gone, or it was no message.
+        """
+        while True:
+            message = self._parse()
+            if message is not None:
+                return message
+            try:
+                data, fds, _, _ = socket.recv_fds(
+                    self._sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                if not self._wait(select.POLLIN, deadline):
+                    return None
+                continue
+            except OSError as error:
+                raise RankError(f"another rank is gone: {error}") from error
+            self._fds += fds
+            if not data:
+                raise RankError("another rank is gone")
+            self._buffer += data
+
+    def take_fd(self) -> int | None:
+        """The oldest descriptor that came; it is the caller's now."""
+        return self._fds.pop(0) if self._fds else None
+
+    def fileno(self) -> int:
+        """For polling."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Close the socket and descriptors that nobody took; a second call does nothing."""
+        self._sock.close()
+        while self._fds:
+            with contextlib.suppress(OSError):
+                os.close(self._fds.pop())
+
+    def _parse(self) -> Message | None:
+        """A whole message from the buffer, if there is one."""
+        if len(self._buffer) < PREFIX.size:
+            return None
+        end = PREFIX.size + body_size(self._buffer[: PREFIX.size])
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[PREFIX.size : end])
+        del self._buffer[:end]
+        return decode(body)
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        """Until the socket is ready; False if the deadline passes first."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return False
+        poller = select.poll()
+        poller.register(self._sock, event)
+        poller.poll(left_s * 1000 + 1)
+        return True

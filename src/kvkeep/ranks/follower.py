@@ -18,13 +18,23 @@ import torch
 from kvkeep.errors import RankError
 from kvkeep.layout import MemoryFormat
 from kvkeep.memory.base import MemoryObj
-from kvkeep.memory.mapped import MappedPool
+from kvkeep.memory.shared import MappedPool
 from kvkeep.metrics import Metrics
-from kvkeep.ranks.base import OTHER_RANKS, RankGroup, RankOptions, Round
-from kvkeep.ranks.channel import Channel
-from kvkeep.ranks.first import verdict_directory
-from kvkeep.ranks.messages import PROTOCOL, Done, Join, Message, Plan, Verdict, Welcome
-from kvkeep.ranks.verdicts import Verdicts
+from kvkeep.ranks.base import (
+    OTHER_RANKS,
+    PROTOCOL,
+    Channel,
+    Done,
+    Join,
+    Message,
+    Plan,
+    RankGroup,
+    RankOptions,
+    Round,
+    Verdict,
+    Welcome,
+)
+from kvkeep.ranks.first import Verdicts, verdict_directory
 from kvkeep.storage.health import HealthTimer
 
 #: Between two looks at the connection.

@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvkeep.backends.local_disk import LocalDiskBackend
+from kvkeep.backends.disk.backend import LocalDiskBackend
 from kvkeep.codec.frame import HEADER_BYTES
 from kvkeep.config import load_settings
-from kvkeep.engine import CacheEngine
+from kvkeep.engine.build import CacheManager
+from kvkeep.engine.engine import CacheEngine
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
-from kvkeep.manager import CacheManager
-from kvkeep.replay.simulator import HitRate, Tally
+from kvkeep.replay.sweep import HitRate, Tally
 from kvkeep.replay.trace import Trace, TraceRequest
 
 #: Layers that the bytes of a chunk are divided into.

@@ -1,4 +1,4 @@
-"""CostRule: whether it pays to ask a slow tier for chunks, or is quicker to compute them again.
+"""LoadCostModel: whether loading chunks from a slow tier is faster than computing them again.
 
 A tier is asked only if loading is expected to take less time than computing would (fault 42). Both
 are measured while the engine works, as lines: so many seconds before the first chunk or token, and
@@ -164,7 +164,7 @@ class _Tier:
     refused: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # prompts, oldest first
 
 
-class CostRule:
+class LoadCostModel:
     """Measures loads and prefills, and decides."""
 
     def __init__(

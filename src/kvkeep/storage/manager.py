@@ -2,38 +2,285 @@
 
 Callable from any thread. The order of the tiers is their priority. A tier that fails or is bypassed
 is left out and the others go on; its faults are counted and never raised, the caller's are raised.
+
+PoolAccess: the storage manager's part that hands out memory of the pool.
+
+Callable from any thread. Faults of the allocator backend are counted and count as no room.
+
+TierControl: the storage manager's part that says which tiers take part. For any thread.
+
+PrefixSearch: which tier holds which chunk of a prefix. Callable from any thread.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import NoReturn
 
+import torch
+
 from kvkeep.backends.base import (
     AllocatorBackendInterface,
+    BackendHealth,
+    Lease,
     PutOutcome,
     StorageBackendInterface,
 )
-from kvkeep.backends.lease import Lease
 from kvkeep.backends.local_cpu import LocalCPUBackend
-from kvkeep.keys import ChunkKey, LayerKey
-from kvkeep.memory.base import MemoryObj
-from kvkeep.memory.ownership import References
+from kvkeep.hashing import ChunkKey, LayerKey
+from kvkeep.layout import MemoryFormat
+from kvkeep.memory.base import MemoryObj, MemoryReport, References
 from kvkeep.metrics import Metrics
-from kvkeep.prefix import LocatedRun
-from kvkeep.storage.clearing import Clearing
-from kvkeep.storage.cost import CostOptions, CostRule
-from kvkeep.storage.guard import BackendGuard
+from kvkeep.prefix import LocatedRun, locate_prefix
+from kvkeep.storage.cost import CostOptions, LoadCostModel
 from kvkeep.storage.leases import LeaseTable
-from kvkeep.storage.pool_access import PoolAccess
 from kvkeep.storage.prefetch import Prefetched, Prefetcher, PrefetchOptions
-from kvkeep.storage.search import PrefixSearch
-from kvkeep.storage.tier_control import TierControl
-from kvkeep.storage.tiers import Tiers
-from kvkeep.storage.transfer import Transfer
+from kvkeep.storage.tiers import BackendGuard, Clearing, Tiers
+from kvkeep.storage.transfer import Transfer, allocate_most, copy_objects
+
+
+class PoolAccess:
+    """Allocates from the allocator backend.
+
+    Attributes:
+        allocator_backend: whose memory all chunks travel in.
+    """
+
+    def __init__(self, allocator_backend: AllocatorBackendInterface, guard: BackendGuard) -> None:
+        """Hand out memory of ``allocator_backend``, called through ``guard``."""
+        self.allocator_backend = allocator_backend
+        self._guard = guard
+
+    def allocate(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
+        *,
+        eviction: bool = True,
+        busy_loop: bool = True,
+    ) -> MemoryObj | None:
+        """One object; see :meth:`batched_allocate`."""
+        objs = self.batched_allocate(shape, dtype, 1, fmt, eviction=eviction, busy_loop=busy_loop)
+        return objs[0] if objs else None
+
+    def batched_allocate(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        batch_size: int,
+        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
+        *,
+        eviction: bool = True,
+        busy_loop: bool = True,
+        protect: Collection[ChunkKey] = (),
+    ) -> list[MemoryObj] | None:
+        """``batch_size`` objects of one shape, all or none.
+
+        See :meth:`kvkeep.backends.base.AllocatorBackendInterface.batched_allocate`. A failure of
+        the allocator backend is no room.
+
+        Raises:
+            ValueError: the shape has no size.
+        """
+        if batch_size < 0 or not shape or min(shape) < 1:
+            raise ValueError(f"cannot allocate {batch_size} objects of shape {tuple(shape)}")
+        run = partial(self.allocator_backend.batched_allocate, shape, dtype, batch_size, fmt)
+        run = partial(run, eviction=eviction, busy_loop=busy_loop, protect=protect)
+        return self._guard.call(self.allocator_backend, "allocate", run, None)
+
+    def allocate_prefix(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        wanted: int,
+        fmt: MemoryFormat = MemoryFormat.KV_2LTD,
+        *,
+        protect: Collection[ChunkKey] = (),
+    ) -> list[MemoryObj]:
+        """As many of ``wanted`` objects as there is room for, without waiting.
+
+        All are asked for at once, and only if that fails for fewer. As little as needed is evicted.
+
+        Args:
+            shape: of one object.
+            dtype: element type.
+            wanted: how many.
+            fmt: arrangement.
+            protect: chunks of the same prompt, so that a suffix never evicts its own prefix.
+        """
+        return allocate_most(
+            wanted,
+            lambda count: self.batched_allocate(
+                shape, dtype, count, fmt, busy_loop=False, protect=protect
+            ),
+        )
+
+    def allocate_and_copy_objects(
+        self, backend: AllocatorBackendInterface, objs: Sequence[MemoryObj]
+    ) -> list[MemoryObj]:
+        """Copies of ``objs`` in the memory of ``backend``, as many from the first on as fit."""
+        return copy_objects(backend, objs)
+
+    def memcheck(self) -> MemoryReport:
+        """Prove the allocator backend's pool; raises OwnershipError if it is not sound."""
+        return self.allocator_backend.memcheck()
+
+
+class PrefixSearch:
+    """Asks the readable tiers, in order, for runs of chunks."""
+
+    def __init__(self, tiers: Tiers, guard: BackendGuard, cost: LoadCostModel) -> None:
+        """Search ``tiers``; a tier that fails has nothing, and ``cost`` says which are worth it."""
+        self._tiers = tiers
+        self._guard = guard
+        self._cost = cost
+
+    def locate(
+        self,
+        keys: Sequence[ChunkKey],
+        search_range: Collection[str] | None,
+        pin: Lease | None,
+        *,
+        to_load: bool,
+    ) -> list[LocatedRun]:
+        """Runs without gaps; see :meth:`kvkeep.storage.manager.StorageManager.get_block_mapping`.
+
+        Args:
+            keys: the chunks.
+            search_range: names of the tiers to ask; all if None.
+            pin: the owner of pins.
+            to_load: ask a tier below the first one only where loading from it pays.
+
+        Raises:
+            ValueError: a tier in ``search_range`` does not exist.
+        """
+        tiers = self._tiers.readable(search_range)
+        askers = [
+            (
+                backend.name,
+                self._weighed(backend, keys, pin)
+                if to_load and backend is not self._tiers.first
+                else self._asker(backend, keys, pin),
+            )
+            for backend in tiers
+        ]
+        return locate_prefix(len(keys), askers)
+
+    def locate_known(self, keys: Sequence[ChunkKey]) -> list[LocatedRun]:
+        """Runs as :meth:`locate` has them, of what the tiers know without asking a slow medium.
+
+        What only a tier has that lookups leave out does not count: it has to come into memory.
+        """
+
+        def asker(backend: StorageBackendInterface) -> Callable[[int], int]:
+            return lambda start: self._guard.count(
+                backend, len(keys) - start, partial(backend.known_run, keys[start:])
+            )
+
+        tiers = [
+            backend
+            for backend in self._tiers.readable()
+            if backend is self._tiers.first or not self._cost.is_slow(backend.name, len(keys))
+        ]
+        return locate_prefix(len(keys), [(backend.name, asker(backend)) for backend in tiers])
+
+    def _asker(
+        self, backend: StorageBackendInterface, keys: Sequence[ChunkKey], pin: Lease | None
+    ) -> Callable[[int], int]:
+        def ask(start: int) -> int:
+            rest = keys[start:] if start else keys
+            since = self._tiers.num_clears
+            found = self._guard.count(
+                backend, len(rest), partial(backend.batched_contains, rest, pin=pin)
+            )
+            if pin is not None and self._tiers.num_clears != since:
+                self._forget(backend, rest[:found])
+            return found
+
+        return ask
+
+    def _forget(self, backend: StorageBackendInterface, keys: Sequence[ChunkKey]) -> None:
+        """Tiers were cleared while a lower one pinned these: what it brought in must not stay.
+
+        The lookup began before that, and its lease holds what it found.
+        """
+        first = self._tiers.first
+        if backend is not first:
+            self._guard.call(first, "remove", partial(first.batched_remove, keys), 0)
+
+    def _weighed(
+        self, backend: StorageBackendInterface, keys: Sequence[ChunkKey], pin: Lease | None
+    ) -> Callable[[int], int]:
+        """The same where a load follows, or is part of the answer as it is with ``pin``."""
+        plain = self._asker(backend, keys, pin)
+
+        def ask(start: int) -> int:
+            if not self._cost.admits(backend.name, len(keys) - start, prompt=keys[-1]):
+                return 0
+            started = time.perf_counter()
+            found = plain(start)
+            if pin is not None or not found:
+                self._cost.note_load(backend.name, found, time.perf_counter() - started)
+            return found
+
+        return ask
+
+
+class TierControl:
+    """Freezes, bypasses, asks after health, and holds background work back."""
+
+    def __init__(self, tiers: Tiers, clearing: Clearing, guard: BackendGuard) -> None:
+        """Control ``tiers``, which are called through ``guard``."""
+        self._tiers = tiers
+        self._clearing = clearing
+        self._guard = guard
+
+    def set_frozen(self, frozen: bool) -> None:
+        """Frozen: nothing is put, and only the allocator's own tier is searched and read."""
+        self._tiers.frozen = frozen
+
+    def is_frozen(self) -> bool:
+        """Whether it is frozen."""
+        return self._tiers.frozen
+
+    def set_bypassed(self, name: str, bypassed: bool) -> None:
+        """Leave a tier out of everything, or take it back in; ValueError if there is none of it.
+
+        Its pins on memory are still given back when their leases end.
+        """
+        self._tiers.set_bypassed(name, bypassed)
+
+    @property
+    def bypassed(self) -> frozenset[str]:
+        """Names of the tiers that are left out."""
+        return self._tiers.bypassed
+
+    def backend_health(self, name: str) -> BackendHealth:
+        """A tier's opinion of itself; one that raises is unhealthy. Takes as long as the tier does.
+
+        Raises:
+            ValueError: there is no such tier.
+        """
+        self._tiers.check_names([name])
+        return self._clearing.health(name)
+
+    def make_way(self) -> ExitStack:
+        """Until what is returned is closed, tiers hold back what they store in the background.
+
+        For the time in which the engine waits for a copy: both would share processor and memory.
+        """
+        with ExitStack() as held:
+            for backend in self._tiers.active():
+                held.enter_context(
+                    self._guard.call(backend, "make_way", backend.make_way, nullcontext())
+                )
+            return held.pop_all()
 
 
 class StorageManager(PoolAccess, TierControl):
@@ -73,7 +320,7 @@ class StorageManager(PoolAccess, TierControl):
         guard = BackendGuard(metrics)
         PoolAccess.__init__(self, allocator_backend, guard)
         TierControl.__init__(self, self._tiers, Clearing(self._tiers, guard), guard)
-        self.cost = CostRule(cost or CostOptions(enabled=False), metrics)
+        self.cost = LoadCostModel(cost or CostOptions(enabled=False), metrics)
         self._search = PrefixSearch(self._tiers, self._guard, self.cost)
         self._transfer = Transfer(self._tiers, self._guard, metrics, self.cost)
         self._prefetcher = Prefetcher(

@@ -1,15 +1,37 @@
 """Tiers: which backends there are, in which order, and which of them take part now.
 
 Callable from any thread.
+
+BackendGuard: the one place where a backend's faults become counted misses.
+
+The storage manager calls backends, also those of plugins, through it. Whatever they raise, and
+answers that do not stand position by position, are counted, logged and replaced by an answer that
+is always safe: nothing was found, nothing was stored. Callable from any thread.
+
+Clearing: a tier that missed a clear does not take part before it has made up for it.
+
+What was cleared may be wrong by now (the model's weights changed, say), so no tier may bring it
+back: neither one that was left out when everything was removed, nor one that failed to. Callable
+from any thread.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
-from kvkeep.backends.base import AllocatorBackendInterface, StorageBackendInterface
+from kvkeep.backends.base import (
+    AllocatorBackendInterface,
+    BackendHealth,
+    PutOutcome,
+    StorageBackendInterface,
+)
+from kvkeep.errors import BackendError, BackendTimeoutError
+from kvkeep.memory.base import MemoryObj, References
+from kvkeep.metrics import Metrics
 
 
 class Tiers:
@@ -124,3 +146,169 @@ class Tiers:
         if self.frozen:
             return [backend for backend in tiers if backend is self.first]
         return tiers
+
+
+T = TypeVar("T")
+
+#: Causes of failures that are not named after the exception's class.
+WRONG_ANSWER, TIMEOUT = "wrong_answer", "timeout"
+
+_log = logging.getLogger(__name__)
+
+
+class _WrongAnswerError(BackendError):
+    """A backend's answer cannot be an answer to what was asked."""
+
+
+class BackendGuard:
+    """Calls backends and survives it."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        """Count into ``metrics``."""
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, str, str]] = set()  # guarded by _lock
+
+    def call(
+        self,
+        backend: StorageBackendInterface,
+        operation: str,
+        run: Callable[[], T],
+        otherwise: T,
+    ) -> T:
+        """The result of ``run``, or ``otherwise`` if it raises.
+
+        Args:
+            backend: whose call it is.
+            operation: its name in the metrics: ``"put"``, ``"get"``, ...
+            run: the call.
+            otherwise: what a failure counts as.
+        """
+        try:
+            return run()
+        except Exception as error:  # noqa: BLE001 - here other people's code begins
+            self._count_failure(backend, operation, error)
+            return otherwise
+
+    def count(self, backend: StorageBackendInterface, asked: int, run: Callable[[], int]) -> int:
+        """The answer to ``batched_contains`` for ``asked`` chunks; 0 if it cannot be right."""
+
+        def checked() -> int:
+            found = run()
+            if 0 <= found <= asked:
+                return found
+            raise _wrong(backend, "contains", f"{found} hits for {asked} chunks")
+
+        return self.call(backend, "contains", checked, 0)
+
+    def outcomes(
+        self,
+        backend: StorageBackendInterface,
+        asked: int,
+        run: Callable[[], Sequence[PutOutcome]],
+    ) -> list[PutOutcome] | None:
+        """The answer to a put of ``asked`` chunks; None if the backend failed or lied."""
+
+        def checked() -> list[PutOutcome]:
+            answer = list(run())
+            if len(answer) == asked:
+                return answer
+            raise _wrong(backend, "put", f"{len(answer)} outcomes for {asked} chunks")
+
+        return self.call(backend, "put", checked, None)
+
+    def objects(
+        self,
+        backend: StorageBackendInterface,
+        asked: int,
+        run: Callable[[], Sequence[MemoryObj | None]],
+    ) -> list[MemoryObj | None]:
+        """The answer to a get of ``asked`` chunks; all None if the backend failed or lied.
+
+        An answer of another length is never paired with keys; what it holds is given back.
+        """
+
+        def checked() -> list[MemoryObj | None]:
+            answer = list(run())
+            if len(answer) == asked:
+                return answer
+            References(answer).release()
+            raise _wrong(backend, "get", f"{len(answer)} objects for {asked} chunks")
+
+        return self.call(backend, "get", checked, [None] * asked)
+
+    def _count_failure(
+        self, backend: StorageBackendInterface, operation: str, error: Exception
+    ) -> None:
+        """Count a failure, and log the first one of its kind as a warning."""
+        cause = type(error).__name__
+        if isinstance(error, (BackendTimeoutError, TimeoutError)):
+            cause = TIMEOUT
+        elif isinstance(error, _WrongAnswerError):
+            cause = WRONG_ANSWER
+        self._metrics.failure(backend.name, operation, cause)
+        kind = (backend.name, operation, cause)
+        with self._lock:
+            level = logging.DEBUG if kind in self._seen else logging.WARNING
+            self._seen.add(kind)
+        fields = {"tier": backend.name, "operation": operation, "cause": cause}
+        _log.log(level, "%s.%s failed: %s", backend.name, operation, error, extra=fields)
+
+
+def _wrong(backend: StorageBackendInterface, operation: str, text: str) -> _WrongAnswerError:
+    return _WrongAnswerError(text, backend=backend.name, operation=operation)
+
+
+class Clearing:
+    """Clears tiers, and has those that missed it make up for it when they are healthy again."""
+
+    def __init__(self, tiers: Tiers, guard: BackendGuard) -> None:
+        """Clear ``tiers``; a tier that raises has failed."""
+        self._tiers = tiers
+        self._guard = guard
+
+    def clear(self, names: Collection[str] | None) -> int:
+        """Clear every tier or those named; returns how many chunks there were.
+
+        A tier that is left out now is not called, and owes it. The first one is cleared at once,
+        and again after the others, for what was read of those meanwhile; the others take part in
+        nothing until they are cleared. What was asked for until then and arrives later does not
+        get in.
+
+        Raises:
+            ValueError: there is no such tier.
+        """
+        active = self._tiers.active(names)
+        called = {backend.name for backend in active}
+        for name in self._tiers.backends if names is None else names:
+            if name not in called:
+                self._tiers.set_owing(name, True)
+        own = [backend for backend in active if backend is self._tiers.first]
+        lower = [backend for backend in reversed(active) if backend not in own]
+        removed = 0
+        try:
+            for backend in lower:
+                self._tiers.set_in_clear(backend.name, True)
+            for backend in [*own, *lower, *(own if lower else [])]:
+                self._tiers.note_clear()
+                removed += self._clear(backend) or 0
+                self._tiers.set_in_clear(backend.name, False)
+        finally:
+            for backend in lower:  # whatever came in between: none stays out for good
+                self._tiers.set_in_clear(backend.name, False)
+        return removed
+
+    def health(self, name: str) -> BackendHealth:
+        """A tier's opinion of itself, once it owes nothing; one that raises is unhealthy."""
+        backend = self._tiers.backends[name]
+        failed = BackendHealth(False, "its health check failed")
+        answer = self._guard.call(backend, "health", backend.health, failed)
+        if answer.healthy and self._tiers.is_owing(name) and self._clear(backend) is None:
+            return BackendHealth(False, "it could not be cleared")
+        return answer
+
+    def _clear(self, backend: StorageBackendInterface) -> int | None:
+        """The number of chunks that there were; None if it fails, and then it owes it."""
+        count: int | None = self._guard.call(backend, "clear", backend.clear, None)
+        self._tiers.set_owing(backend.name, count is None)
+        return count

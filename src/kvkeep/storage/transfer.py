@@ -15,14 +15,12 @@ from functools import partial
 import numpy as np
 
 from kvkeep.backends.base import AllocatorBackendInterface, PutOutcome, StorageBackendInterface
-from kvkeep.keys import ChunkKey
-from kvkeep.memory.base import MemoryObj
-from kvkeep.memory.ownership import References
+from kvkeep.hashing import ChunkKey
+from kvkeep.memory.base import MemoryObj, References
 from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
-from kvkeep.storage.cost import CostRule
-from kvkeep.storage.guard import BackendGuard
-from kvkeep.storage.tiers import Tiers
+from kvkeep.storage.cost import LoadCostModel
+from kvkeep.storage.tiers import BackendGuard, Tiers
 
 
 def copy_objects(backend: AllocatorBackendInterface, objs: Sequence[MemoryObj]) -> list[MemoryObj]:
@@ -93,7 +91,7 @@ class Transfer:
         tiers: Tiers,
         guard: BackendGuard,
         metrics: Metrics,
-        cost: CostRule,
+        cost: LoadCostModel,
     ) -> None:
         """Move chunks between tiers.
 

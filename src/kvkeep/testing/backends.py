@@ -18,12 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvkeep.backends.base import PutOutcome, StorageBackendInterface
-from kvkeep.backends.lease import Lease
+from kvkeep.backends.base import Lease, PutOutcome, StorageBackendInterface
 from kvkeep.backends.local_cpu import LocalCPUBackend
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.ownership import References
+from kvkeep.memory.base import References
 from kvkeep.testing.chunks import (
     DTYPE,
     SHAPE,

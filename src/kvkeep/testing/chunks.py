@@ -20,13 +20,12 @@ from kvkeep.backends.base import (
     StorageBackendInterface,
 )
 from kvkeep.backends.local_cpu import LocalCPUBackend
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.base import MemoryObj
+from kvkeep.memory.base import MemoryObj, References
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
-from kvkeep.policy.lru import LRUPolicy
+from kvkeep.policy.classic import LRUPolicy
 
 #: Shape and dtype of the chunks that the contract stores.
 SHAPE = (3, 4, 16)

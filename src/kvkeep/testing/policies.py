@@ -15,7 +15,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 
 import pytest
 
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
 from kvkeep.policy.base import CachePolicy
 
 MakePolicy = Callable[[], CachePolicy[bool]]

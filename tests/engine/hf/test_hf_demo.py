@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.demo.prompts import QUESTIONS, build_prompts
+from kvkeep.demo.model import QUESTIONS, build_prompts
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.disk import chunk_files
+from support.disk import chunk_files
 
 pytestmark = pytest.mark.engine
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvkeep.config import load_settings
-from kvkeep.config.engines import VLLM_ONLY, given_for_vllm
 from kvkeep.config.load import setting_fields
+from kvkeep.config.settings import VLLM_ONLY, given_for_vllm
 from kvkeep.connectors.hf import attach
 
 pytestmark = pytest.mark.engine

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvkeep.connectors.hf import attach
-from kvkeep.connectors.hf.fingerprint import config_digest, weights_fingerprint, weights_state
+from kvkeep.connectors.hf.identity import config_digest, weights_fingerprint, weights_state
 from kvkeep.errors import IdentityError, LayoutError
 
 pytestmark = pytest.mark.engine

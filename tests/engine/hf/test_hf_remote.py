@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvkeep.testing.servers.mooncake import mooncake_pool
-from kvkeep.testing.servers.process import library_environment
-from kvkeep.testing.servers.redis import RedisOptions, redis_server
-from kvkeep.testing.servers.s3 import s3_server
+from support.servers.mooncake import mooncake_pool
+from support.servers.process import library_environment
+from support.servers.redis import RedisOptions, redis_server
+from support.servers.s3 import s3_server
 
 pytestmark = pytest.mark.engine
 

@@ -20,14 +20,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvkeep.backends.disk.directory import ROOT_NAME
 from kvkeep.backends.disk.files import FileIO
-from kvkeep.backends.disk.names import ROOT_NAME
 from kvkeep.config import load_settings
 from kvkeep.connectors.hf import KVKeepModel, attach
-from kvkeep.demo.model import prepare_model
-from kvkeep.demo.prompts import read_document
+from kvkeep.demo.model import prepare_model, read_document
 from kvkeep.prefix import LocatedRun
-from kvkeep.testing.disk import chunk_files, chunk_path
+from support.disk import chunk_files, chunk_path
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

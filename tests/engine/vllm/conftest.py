@@ -20,7 +20,7 @@ import pytest
 
 from kvkeep.config import load_settings
 from kvkeep.lookup.client import LookupClient
-from kvkeep.lookup.messages import CheckReply
+from kvkeep.lookup.protocol import CheckReply
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
@@ -112,7 +112,7 @@ def cases(model_dir) -> Cases:
     """Prompts cut from the demo's document."""
     from transformers import AutoTokenizer
 
-    from kvkeep.demo.prompts import read_document
+    from kvkeep.demo.model import read_document
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     text = tokenizer(read_document())["input_ids"]
@@ -183,7 +183,7 @@ class Engine:
 
 def socket_of(llm: Any, extra: dict[str, Any]) -> Path:
     """The lookup socket of the engine's only worker."""
-    from kvkeep.connectors.vllm.settings import socket_paths
+    from kvkeep.connectors.vllm.build import socket_paths
 
     engine_id = llm.llm_engine.vllm_config.kv_transfer_config.engine_id
     settings = load_settings(env=os.environ, extra=extra)

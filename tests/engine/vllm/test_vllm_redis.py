@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.servers.redis import redis_server
+from support.servers.redis import redis_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

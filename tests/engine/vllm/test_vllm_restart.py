@@ -15,9 +15,9 @@ import threading
 import cloudpickle
 import pytest
 
-from kvkeep.backends.disk.names import ROOT_NAME
+from kvkeep.backends.disk.directory import ROOT_NAME
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.disk import chunk_files
+from support.disk import chunk_files
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 

@@ -20,7 +20,7 @@ import pytest
 from kvkeep.config import load_settings
 from kvkeep.lookup.client import LookupClient
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.tiny_models import VOCABULARY, make_latent, make_llama
+from support.tiny_models import VOCABULARY, make_latent, make_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -114,7 +114,7 @@ class Engine:
 @contextmanager
 def running_ranks(running_model, extra: dict, model) -> Iterator[Engine]:
     """An engine, and a client of both ranks' lookup servers."""
-    from kvkeep.connectors.vllm.settings import socket_paths
+    from kvkeep.connectors.vllm.build import socket_paths
 
     arguments = {
         "tensor_parallel_size": 2,

@@ -20,7 +20,7 @@ CHUNK = 256
 CHUNK_BYTES = 256 * 4 * 2 * 2 * 64 * 4
 CPU, SLOW = "LocalCPUBackend", "SlowBackend"
 SETTINGS = {
-    "plugins": [{"name": SLOW, "module": "kvkeep.testing.slow:SlowBackend"}],
+    "plugins": [{"name": SLOW, "module": "kvkeep.testing.faulty:SlowBackend"}],
     "cost.enabled": False,
     "cpu.size": 48 * CHUNK_BYTES,
     "prefetch.timeout": "55s",  # the gate of the slow tier opens by itself after a minute

@@ -7,8 +7,8 @@ import pytest
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import check_found, make_keys, make_pool, put
-from kvkeep.testing.disk import make_disk
-from kvkeep.testing.remote import make_remote
+from support.disk import make_disk
+from support.remote import make_remote
 
 WAIT_S = 20.0
 KEYS = make_keys(4)

@@ -6,23 +6,23 @@ import threading
 
 import pytest
 
-from kvkeep.backends.io.courtesy import Courtesy
+from kvkeep.backends.io_pool import WriteThrottle
 from kvkeep.config import load_settings
+from kvkeep.engine.build import CacheManager
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import CacheManager
-from kvkeep.memory.ownership import References
+from kvkeep.memory.base import References
 from kvkeep.metrics import Metrics
 from kvkeep.storage.manager import StorageManager
 from kvkeep.testing.chunks import fill, make_keys, make_pool, put, wait_until
-from kvkeep.testing.disk import FaultyIO, make_disk
-from kvkeep.testing.paged_engine import PagedEngine
+from support.disk import FaultyIO, make_disk
+from support.paged_engine import PagedEngine
 
 WAIT_S = 20.0
 
 
 def test_nobody_waits_while_nobody_is_busy():
-    courtesy = Courtesy()
+    courtesy = WriteThrottle()
     assert courtesy.give_way(WAIT_S) == 0.0
     with courtesy.busy():
         assert courtesy.give_way(0.0) == 0.0
@@ -30,7 +30,7 @@ def test_nobody_waits_while_nobody_is_busy():
 
 
 def test_who_gives_way_goes_on_when_the_last_one_is_done():
-    courtesy, went_on = Courtesy(), threading.Event()
+    courtesy, went_on = WriteThrottle(), threading.Event()
 
     def work():
         courtesy.give_way(WAIT_S)
@@ -46,7 +46,7 @@ def test_who_gives_way_goes_on_when_the_last_one_is_done():
 
 
 def test_patience_ends():
-    courtesy = Courtesy()
+    courtesy = WriteThrottle()
     with courtesy.busy():
         assert courtesy.give_way(0.02) >= 0.02
 
@@ -84,7 +84,7 @@ def test_loads_wait_for_no_copy(tier, monkeypatch):
     pool, disk, _ = tier
     keys = make_keys(3)
     put(disk, pool, keys)
-    monkeypatch.setattr(Courtesy, "give_way", None)  # nothing that a load does may call it
+    monkeypatch.setattr(WriteThrottle, "give_way", None)  # nothing that a load does may call it
     with disk.make_way(), References(disk.batched_get_blocking(keys)) as held:
         assert None not in held.objects
 

@@ -10,12 +10,19 @@ from dataclasses import replace
 
 import pytest
 
+from kvkeep.backends.remote import create_connector
 from kvkeep.backends.remote.base import Refusal
 from kvkeep.backends.remote.directory import TEMP_AGE_S
-from kvkeep.backends.remote.names import create_connector
-from kvkeep.config.store_url import RemoteURL
+from kvkeep.config.base import RemoteURL
 from kvkeep.errors import BackendError, BackendTimeoutError, ConfigError
-from kvkeep.testing.stores import OPTIONS, WAIT_S, TestingSink, bytes_of_value, random_value, read
+from kvkeep.testing.remote_stores import (
+    OPTIONS,
+    WAIT_S,
+    TestingSink,
+    bytes_of_value,
+    random_value,
+    read,
+)
 
 NAMES = [f"kvkeep-v1/test/{number:064x}" for number in range(6)]
 VALUE = random_value(5000)

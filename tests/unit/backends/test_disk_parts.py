@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvkeep.backends.disk.directory import chunk_name, key_of, owner_of, temp_name
 from kvkeep.backends.disk.files import FileIO, read_fully, write_fully
 from kvkeep.backends.disk.ledger import (
     LEDGER_BYTES,
@@ -26,12 +27,11 @@ from kvkeep.backends.disk.ledger import (
     encode,
     lock_is_held,
 )
-from kvkeep.backends.disk.names import chunk_name, key_of, owner_of, temp_name
-from kvkeep.backends.io.breaker import Breaker
-from kvkeep.backends.io.pool import IOPool, StoreJob
+from kvkeep.backends.io_pool import IOPool, StoreJob
+from kvkeep.backends.slow_tier import CircuitBreaker
 from kvkeep.errors import BackendTimeoutError
 from kvkeep.testing.chunks import make_key
-from kvkeep.testing.disk import FaultyIO
+from support.disk import FaultyIO
 
 WAIT_S = 20.0
 LARGE = 1 << 50
@@ -283,7 +283,7 @@ def test_after_closing(make_pool_of):
 
 def test_a_breaker_opens_and_closes():
     now = [0.0]
-    breaker = Breaker(lambda: now[0])
+    breaker = CircuitBreaker(lambda: now[0])
     for _ in range(2):
         breaker.failed()
     breaker.succeeded()

@@ -8,14 +8,13 @@ import shutil
 import pytest
 
 from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.disk.names import ROOT_NAME
-from kvkeep.backends.disk.scan import FoundChunk
-from kvkeep.backends.disk.summary import summarize
-from kvkeep.backends.disk.survey import Damage, Survey
+from kvkeep.backends.disk.catalog import FoundChunk
+from kvkeep.backends.disk.directory import ROOT_NAME
+from kvkeep.backends.disk.inspect import Damage, Inspector, summarize
 from kvkeep.codec.frame import HEADER_BYTES, FrameFault, writer_digest
 from kvkeep.errors import ConfigError
 from kvkeep.testing.chunks import CHUNK_BYTES, check_found, make_keys, make_pool, put
-from kvkeep.testing.disk import IDENTITY, FaultyIO, chunk_path, file_bytes, make_disk
+from support.disk import IDENTITY, FaultyIO, chunk_path, file_bytes, make_disk
 
 KEYS = make_keys(4)
 KEY, OTHER = KEYS[:2]
@@ -50,7 +49,7 @@ def content(path):
 
 
 def damages_of(path, **options):
-    return [item for item in Survey(path, **options).verify() if isinstance(item, Damage)]
+    return [item for item in Inspector(path, **options).verify() if isinstance(item, Damage)]
 
 
 def flip(path, position):
@@ -86,7 +85,7 @@ DAMAGE = {
 
 def test_whole_chunks_are_found_and_nothing_changes(filled):
     before = content(filled)
-    items = list(Survey(filled).verify())
+    items = list(Inspector(filled).verify())
     assert items[0] is None, "the ledger verifies"
     assert {item.header.key for item in items[1:]} == set(KEYS)
     assert all(isinstance(item, FoundChunk) for item in items[1:])
@@ -101,14 +100,14 @@ def test_short_reads_are_finished(filled):
 def test_damage_is_told_by_cause_and_repaired_only_if_asked(cause, filled, pool):
     DAMAGE[cause](chunk_path(filled, KEY))
     before = content(filled)
-    survey = Survey(filled)
+    survey = Inspector(filled)
     [damage] = [item for item in survey.verify() if isinstance(item, Damage)]
     assert (damage.path, damage.cause) == (chunk_path(filled, KEY), cause)
     assert content(filled) == before
     assert survey.repair([damage]) == []
     assert not chunk_path(filled, KEY).exists()
     assert damages_of(filled) == []
-    assert Survey(filled).ledger().used_bytes == file_bytes(filled)
+    assert Inspector(filled).ledger().used_bytes == file_bytes(filled)
     disk = make_disk(pool, filled)
     assert check_found(KEYS[1:], disk.batched_get_blocking(KEYS[1:])) == [True] * 3
     disk.close()
@@ -117,7 +116,7 @@ def test_damage_is_told_by_cause_and_repaired_only_if_asked(cause, filled, pool)
 @pytest.mark.parametrize("make", [make_directory, make_link])
 def test_what_is_no_file_is_removed_without_being_followed(make, filled):
     make(chunk_path(filled, KEY))
-    survey = Survey(filled)
+    survey = Inspector(filled)
     [damage] = [item for item in survey.verify() if isinstance(item, Damage)]
     assert damage.cause == FrameFault.NOT_A_FILE
     assert survey.repair([damage]) == []
@@ -130,7 +129,7 @@ def test_strangers_are_told_and_a_full_folder_of_theirs_stays(filled):
     folder = chunks / "ab" / "folder"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "theirs").write_text("b")
-    survey = Survey(filled)
+    survey = Inspector(filled)
     damages = [item for item in survey.verify() if isinstance(item, Damage)]
     assert [damage.cause for damage in damages] == ["stranger"] * 2
     assert survey.repair(damages) == [folder]
@@ -141,25 +140,25 @@ def test_strangers_are_told_and_a_full_folder_of_theirs_stays(filled):
 def test_a_damaged_ledger_is_written_anew(filled):
     ledger = filled / ROOT_NAME / "ledger"
     flip(ledger, 20)
-    survey = Survey(filled)
+    survey = Inspector(filled)
     assert survey.ledger() is None
     damages = [item for item in survey.verify() if isinstance(item, Damage)]
     assert [(item.path, item.cause) for item in damages] == [(ledger, "ledger")]
     assert survey.repair(damages) == []
-    assert Survey(filled).ledger().used_bytes == file_bytes(filled)
+    assert Inspector(filled).ledger().used_bytes == file_bytes(filled)
 
 
 def test_a_ledger_that_is_missing_is_told(filled):
     (filled / ROOT_NAME / "ledger").unlink()
     [damage] = damages_of(filled)
     assert (damage.cause, damage.removable) == ("missing", False)
-    assert Survey(filled).repair([damage]) == []
+    assert Inspector(filled).repair([damage]) == []
     assert damages_of(filled) == []
 
 
 def test_what_cannot_be_read_is_told_and_never_removed(filled):
     io = FaultyIO()
-    survey = Survey(filled, io)
+    survey = Inspector(filled, io)
 
     def fail(operation):
         if operation == "open_read" and io.calls["open_read"] > 1:  # the first one is the ledger's
@@ -177,7 +176,7 @@ def test_a_chunk_that_was_replaced_meanwhile_stays(filled):
     path = chunk_path(filled, KEY)
     good = path.read_bytes()
     flip(path, 300)
-    survey = Survey(filled)
+    survey = Inspector(filled)
     damages = [item for item in survey.verify() if isinstance(item, Damage)]
     fresh = path.with_suffix(".new")
     fresh.write_bytes(good)
@@ -187,7 +186,7 @@ def test_a_chunk_that_was_replaced_meanwhile_stays(filled):
 
 
 def test_chunks_that_go_meanwhile_are_no_damage(filled):
-    survey = Survey(filled)
+    survey = Inspector(filled)
     chunk_path(filled, KEY).unlink()
     assert sum(item is None for item in survey.verify()) == 2  # the ledger's, and this one's
 
@@ -196,16 +195,16 @@ def test_repair_beside_a_running_engine_keeps_its_budget(filled, pool):
     disk = make_disk(pool, filled)
     assert check_found([OTHER], disk.batched_get_blocking([OTHER])) == [True]
     flip(chunk_path(filled, KEY), 300)
-    survey = Survey(filled)
+    survey = Inspector(filled)
     survey.repair([item for item in survey.verify() if isinstance(item, Damage)])
-    state = Survey(filled).ledger()
+    state = Inspector(filled).ledger()
     assert [member.budget_bytes for member in state.members.values()] == [1 << 20]
     disk.close()
     assert damages_of(filled) == []
 
 
 def test_keys_are_found_by_their_beginning(filled):
-    survey = Survey(filled / ROOT_NAME)
+    survey = Inspector(filled / ROOT_NAME)
     assert survey.find(KEY.hex()) == [KEY]
     assert survey.find(KEY.hex()[:8].upper()) == [KEY]
     assert survey.find("0" * 64) == []
@@ -217,7 +216,7 @@ def test_keys_are_found_by_their_beginning(filled):
 
 def test_a_summary_counts_by_identity(filled):
     flip(chunk_path(filled, KEY), 0)
-    summary = summarize(Survey(filled))
+    summary = summarize(Inspector(filled))
     [holding] = summary.holdings
     assert holding.identity == writer_digest(IDENTITY)
     assert holding.chunks == 3
@@ -229,10 +228,10 @@ def test_a_summary_counts_by_identity(filled):
 
 def test_what_is_no_disk_tier_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no disk tier"):
-        Survey(tmp_path)
+        Inspector(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="no disk tier"):
-        Survey(tmp_path / "file")
+        Inspector(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
-        Survey(tmp_path / "nothing")
+        Inspector(tmp_path / "nothing")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"], "nothing was made"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvkeep.backends.lease import Lease
+from kvkeep.backends.base import Lease
 from kvkeep.backends.reference import DictBackend
 from kvkeep.errors import BackendError
 from kvkeep.testing.chunks import check_found, make_keys, make_pool, put

@@ -8,13 +8,12 @@ import time
 import pytest
 import torch
 
-from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.lease import Lease
+from kvkeep.backends.base import Lease, PutOutcome
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.errors import OwnershipError
 from kvkeep.layout import MemoryFormat
+from kvkeep.memory.base import References
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
 from kvkeep.policy.names import POLICIES, create_policy
 from kvkeep.testing.chunks import (

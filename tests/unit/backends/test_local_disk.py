@@ -10,12 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.disk.names import ROOT_NAME
-from kvkeep.backends.lease import Lease
+from kvkeep.backends.base import Lease, PutOutcome
+from kvkeep.backends.disk.directory import ROOT_NAME
 from kvkeep.codec.frame import HEADER_BYTES
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.ownership import References
+from kvkeep.memory.base import References
 from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import (
     CHUNK_BYTES,
@@ -28,7 +27,7 @@ from kvkeep.testing.chunks import (
     put,
     wait_until,
 )
-from kvkeep.testing.disk import IDENTITY, FaultyIO, chunk_files, chunk_path, file_bytes, make_disk
+from support.disk import IDENTITY, FaultyIO, chunk_files, chunk_path, file_bytes, make_disk
 
 WAIT_S = 20.0
 KEYS = make_keys(8)

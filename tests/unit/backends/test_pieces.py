@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.backends.io.pieces import PIECE_BYTES, load_piece_bytes, pieces
+from kvkeep.backends.slow_tier import PIECE_BYTES, load_piece_bytes, pieces
 from kvkeep.codec.frame import HEADER_BYTES
 
 

@@ -10,28 +10,28 @@ from dataclasses import replace
 
 import pytest
 
-from kvkeep.backends.io.pieces import PIECE_BYTES
+from kvkeep.backends.remote import create_connector
 from kvkeep.backends.remote.base import HEADER_BYTES, Refusal, Value
-from kvkeep.backends.remote.names import create_connector
 from kvkeep.backends.remote.redis_connector import MAX_STRING_BYTES
-from kvkeep.config.store_url import RemoteURL
+from kvkeep.backends.slow_tier import PIECE_BYTES
+from kvkeep.config.base import RemoteURL
 from kvkeep.errors import BackendError, BackendTimeoutError, ConfigError
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.servers.certificates import make_certificates
-from kvkeep.testing.servers.proxy import Weather, tcp_proxy
-from kvkeep.testing.servers.redis import (
-    RedisOptions,
-    redis_cluster,
-    redis_sentinel,
-    redis_server,
-)
-from kvkeep.testing.stores import (
+from kvkeep.testing.remote_stores import (
     OPTIONS,
     WAIT_S,
     TestingSink,
     bytes_of_value,
     random_value,
     read,
+)
+from support.servers.certificates import make_certificates
+from support.servers.proxy import Weather, tcp_proxy
+from support.servers.redis import (
+    RedisOptions,
+    redis_cluster,
+    redis_sentinel,
+    redis_server,
 )
 
 NAMES = [f"kvkeep-v1/test/{number:064x}" for number in range(6)]

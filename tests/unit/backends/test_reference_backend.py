@@ -7,11 +7,10 @@ import time
 import pytest
 import torch
 
-from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.lease import Lease
+from kvkeep.backends.base import Lease, PutOutcome
 from kvkeep.backends.reference import DictBackend
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.ownership import References
+from kvkeep.memory.base import References
 from kvkeep.testing.chunks import (
     CHUNK_BYTES,
     check_found,

@@ -11,11 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.lease import Lease
+from kvkeep.backends.base import Lease, PutOutcome
 from kvkeep.backends.remote.base import HEADER_BYTES, Refusal, Value
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.ownership import References
+from kvkeep.memory.base import References
 from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import (
     CHUNK_BYTES,
@@ -29,9 +28,9 @@ from kvkeep.testing.chunks import (
     put,
     wait_until,
 )
-from kvkeep.testing.disk import IDENTITY
-from kvkeep.testing.remote import StubbornConnector, make_connector, make_remote, name_of
-from kvkeep.testing.stores import read
+from kvkeep.testing.remote_stores import read
+from support.disk import IDENTITY
+from support.remote import StubbornConnector, make_connector, make_remote, name_of
 
 WAIT_S = 20.0
 KEYS = make_keys(6)

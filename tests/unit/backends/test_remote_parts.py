@@ -7,14 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from kvkeep.backends.io.breaker import Breaker
-from kvkeep.backends.remote.base import HEADER_BYTES, Value
+from kvkeep.backends.remote.base import (
+    HEADER_BYTES,
+    RemoteReports,
+    Value,
+    key_of,
+    name_prefix,
+    value_name,
+)
 from kvkeep.backends.remote.calls import FAIR_S, StoreCalls
-from kvkeep.backends.remote.chunk_value import ChunkValue
-from kvkeep.backends.remote.known import KnownChunks
-from kvkeep.backends.remote.load import ChunkLoad, LoadRules
-from kvkeep.backends.remote.reports import RemoteReports
-from kvkeep.backends.remote.value_names import key_of, name_prefix, value_name
+from kvkeep.backends.remote.loads import PresenceCache
+from kvkeep.backends.remote.values import ChunkLoad, ChunkValue, LoadRules
+from kvkeep.backends.slow_tier import CircuitBreaker
 from kvkeep.codec.frame import (
     CODEC_ZSTD,
     ChunkMeta,
@@ -26,12 +30,12 @@ from kvkeep.codec.frame import (
 from kvkeep.codec.names import codec_of
 from kvkeep.errors import BackendError, BackendTimeoutError
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.dtypes import dtype_from_name
+from kvkeep.memory.base import dtype_from_name
 from kvkeep.metrics import Metrics
 from kvkeep.testing.chunks import CHUNK_BYTES, bytes_of, make_keys, make_pool
-from kvkeep.testing.disk import IDENTITY
-from kvkeep.testing.remote import FULL_CHUNK, StubbornConnector, make_connector, name_of
-from kvkeep.testing.stores import random_value, read
+from kvkeep.testing.remote_stores import random_value, read
+from support.disk import IDENTITY
+from support.remote import FULL_CHUNK, StubbornConnector, make_connector, name_of
 
 DIGEST = writer_digest(IDENTITY)
 KEY, OTHER = make_keys(2)
@@ -62,7 +66,7 @@ def test_other_names_are_no_chunks(tail):
 
 
 def test_a_claim_is_given_once_until_it_ends():
-    known = KnownChunks()
+    known = PresenceCache()
     first, again, other = known.claim([KEY, KEY, OTHER])
     assert again is None
     assert first is not None
@@ -77,7 +81,7 @@ def test_a_claim_is_given_once_until_it_ends():
 
 
 def test_a_claim_is_taken_back_by_a_removal():
-    known = KnownChunks()
+    known = PresenceCache()
     (claim,) = known.claim([KEY])
     known.forget([KEY])
     assert not known.is_current(KEY, claim)
@@ -90,7 +94,7 @@ def test_a_claim_is_taken_back_by_a_removal():
 
 
 def test_the_stores_answers_correct_the_hints():
-    known = KnownChunks()
+    known = PresenceCache()
     known.saw([KEY])
     assert known.claim([KEY]) == [None]
     assert known.has_seen([KEY])
@@ -101,7 +105,7 @@ def test_the_stores_answers_correct_the_hints():
 
 
 def test_hints_are_bounded():
-    known = KnownChunks(max_known=10)
+    known = PresenceCache(max_known=10)
     keys = make_keys(25)
     known.saw(keys)
     assert len(known) == 10
@@ -111,7 +115,7 @@ def test_hints_are_bounded():
 def test_a_hint_ends_by_itself():
     """The store may have lost the chunk, and is not asked as long as memory has it."""
     now = 100.0
-    known = KnownChunks(believed_s=10.0, clock=lambda: now)
+    known = PresenceCache(believed_s=10.0, clock=lambda: now)
     known.saw([KEY, OTHER])
     now = 109.0
     assert known.has_seen([KEY, OTHER])
@@ -378,7 +382,7 @@ def failures(metrics):
 
 def test_a_call_is_made_a_second_time_and_no_third(calls, connector, metrics):
     """Fault 35: the first one may have met a connection of a server that was restarted."""
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     connector.before = fail(broken())
     assert calls.sizes(["a"], soon(), breaker) == [0]
     assert connector.calls["sizes"] == 2
@@ -395,13 +399,13 @@ def test_a_call_that_took_all_its_time_is_not_made_again(calls, connector, metri
     """Fault 34."""
     connector.before = fail(broken(BackendTimeoutError), ZeroDivisionError("never reached"))
     with pytest.raises(BackendTimeoutError):
-        calls.ping(soon(), Breaker())
+        calls.ping(soon(), CircuitBreaker())
     assert connector.calls["ping"] == 1
 
 
 def test_no_call_is_made_without_time(calls, connector):
     """It is no failure of the store either: the breaker stays closed."""
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(5):
         with pytest.raises(BackendTimeoutError):
             calls.ping(time.monotonic() - 1, breaker)
@@ -412,7 +416,7 @@ def test_no_call_is_made_without_time(calls, connector):
 @pytest.mark.parametrize("seconds", [FAIR_S / 10, 20.0])
 def test_only_a_store_that_had_time_is_to_blame_for_a_timeout(calls, connector, seconds):
     """Calls that waited for a thread until their time was nearly over open no breaker."""
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(3):
         connector.before = fail(broken(BackendTimeoutError))
         with pytest.raises(BackendTimeoutError):
@@ -431,7 +435,7 @@ def test_the_causes_of_failures_are_the_clients(calls, connector, metrics):
 
     connector.before = before
     with pytest.raises(BackendError):
-        calls.put([], [], soon(), Breaker())
+        calls.put([], [], soon(), CircuitBreaker())
     connector.before = fail(KeyError("a mistake"), KeyError("a mistake"))
     with pytest.raises(BackendError, match="KeyError"):
         calls.remove(["a"], soon())
@@ -443,7 +447,7 @@ def test_the_causes_of_failures_are_the_clients(calls, connector, metrics):
 
 
 def test_three_failures_open_the_breaker_and_a_success_closes_it(calls, connector):
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for count in range(3):
         assert breaker.is_open == (count == 3)
         connector.before = fail(broken(), broken())
@@ -460,8 +464,8 @@ def test_an_answer_of_another_length_is_a_failure(calls, connector, operation, c
     """Faults 1, 2: it is never paired with names."""
     connector.change = lambda done, answer: change(answer) if done == operation else answer
     run = {
-        "sizes": lambda: calls.sizes(["a", "b"], soon(), Breaker()),
-        "put": lambda: calls.put(["a"], [VALUE], soon(), Breaker()),
+        "sizes": lambda: calls.sizes(["a", "b"], soon(), CircuitBreaker()),
+        "put": lambda: calls.put(["a"], [VALUE], soon(), CircuitBreaker()),
         "remove": lambda: calls.remove(["a", "b"], soon()),
     }[operation]
     with pytest.raises(BackendError, match="answers for"):
@@ -488,7 +492,7 @@ def test_a_second_get_asks_for_the_rest_only(calls, connector, pool, rules):
         ChunkLoad(name, key, allocate(pool), rules)
         for name, key in zip(names, (KEY, OTHER), strict=True)
     ]
-    assert calls.get(loads, soon(), Breaker()) == "missing"
+    assert calls.get(loads, soon(), CircuitBreaker()) == "missing"
     assert [load.is_over for load in loads] == [True, False]
     loads[0].future.result(0).ref_count_down()
     loads[1].end("missing")

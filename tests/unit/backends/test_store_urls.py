@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from kvkeep.backends.remote import create_connector
 from kvkeep.backends.remote.base import ConnectorOptions
+from kvkeep.backends.remote.calls import DetachedCalls
 from kvkeep.backends.remote.mooncake_url import MooncakeOptions
-from kvkeep.backends.remote.names import create_connector
-from kvkeep.backends.remote.unending_calls import UnendingCalls
-from kvkeep.config.store_url import RemoteURL
+from kvkeep.config.base import RemoteURL
 from kvkeep.errors import ConfigError
 
 KEYS = "access_key_id=AKIA-me&secret_access_key=hush-hush"
@@ -68,7 +68,7 @@ def test_object_stores_that_are_refused(text, word):
 def test_a_time_to_live_that_the_store_does_not_have(text):
     """Fault 46: it is refused, not ignored. (What Mooncake's client needs is not loaded for it.)"""
     if text.startswith("mooncake"):
-        from kvkeep.testing.servers.mooncake import load_mooncake_libraries
+        from support.servers.mooncake import load_mooncake_libraries
 
         load_mooncake_libraries()
     with pytest.raises(ConfigError, match="time to live"):
@@ -109,7 +109,7 @@ def test_a_call_that_does_not_end_keeps_what_it_uses():
     """Its caller goes on at the deadline; too many of them are a fault; they end at last."""
     import threading
 
-    calls, end, kept = UnendingCalls("kvkeep-test", most_late=1), threading.Event(), []
+    calls, end, kept = DetachedCalls("kvkeep-test", most_late=1), threading.Event(), []
     assert calls.call(lambda: 7, time.monotonic() + 10.0) == 7
     with pytest.raises(TimeoutError):
         calls.call(end.wait, time.monotonic() + 0.01, lambda: [lambda: kept.append("given back")])

@@ -1,4 +1,4 @@
-"""Turns at a library that spins: so many at once, and nobody waits for good."""
+"""ConcurrencyLimit at a library that spins: so many at once, and nobody waits for good."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvkeep.backends.remote.turns import Turns
+from kvkeep.backends.remote.calls import ConcurrencyLimit
 
 WAIT_S = 20.0
 
@@ -31,7 +31,7 @@ class Inside:
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_so_many_at_once(most):
-    turns, inside = Turns(most, patience_s=WAIT_S), Inside()
+    turns, inside = ConcurrencyLimit(most, patience_s=WAIT_S), Inside()
 
     def call(number):
         with turns.turn(time.monotonic() + 2 * WAIT_S), inside:
@@ -46,7 +46,7 @@ def test_so_many_at_once(most):
 @pytest.mark.parametrize(("patience_s", "left_s"), [(0.01, WAIT_S), (10 * WAIT_S, 0.01), (1, -1)])
 def test_a_call_that_hangs_holds_nobody_up(patience_s, left_s):
     """Fault 34: others go on without a turn, and take none away by that."""
-    turns, inside = Turns(1, patience_s=patience_s), Inside()
+    turns, inside = ConcurrencyLimit(1, patience_s=patience_s), Inside()
     deadline = time.monotonic() + left_s
     with turns.turn(deadline), inside, turns.turn(deadline), inside, turns.turn(deadline), inside:
         pass
@@ -54,7 +54,7 @@ def test_a_call_that_hangs_holds_nobody_up(patience_s, left_s):
     far = time.monotonic() + WAIT_S
     with pytest.raises(RuntimeError, match="fails"), turns.turn(far):
         raise RuntimeError("fails")
-    taken = Turns(1, patience_s=0.01)
+    taken = ConcurrencyLimit(1, patience_s=0.01)
     for one in (turns, taken):
         with one.turn(far):
             assert not one._free.acquire(blocking=False)

@@ -18,7 +18,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("kvkeep.cli.bench._REPEATS", 1)
     monkeypatch.setattr("kvkeep.cli.bench._DISK_ROUNDS", 1)
-    monkeypatch.setattr("kvkeep.bench.keys.NUM_TOKENS", 4096)
+    monkeypatch.setattr("kvkeep.bench.engine.NUM_TOKENS", 4096)
     return lambda *arguments: CliRunner().invoke(
         app, ["bench", "--dir", str(tmp_path), "--size", "64MiB", *arguments]
     )

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from kvkeep.backends.disk.names import ROOT_NAME
-from kvkeep.backends.disk.survey import Survey
+from kvkeep.backends.disk.directory import ROOT_NAME
+from kvkeep.backends.disk.inspect import Inspector
 from kvkeep.cli.main import app
 from kvkeep.codec.frame import writer_digest
 from kvkeep.testing.chunks import make_keys, make_pool, put
-from kvkeep.testing.disk import IDENTITY, chunk_path, make_disk
-from kvkeep.testing.remote import make_remote
+from support.disk import IDENTITY, chunk_path, make_disk
+from support.remote import make_remote
 
 KEYS = make_keys(4)
 OTHER = replace(IDENTITY, model="other")
@@ -105,7 +105,7 @@ def test_damaged_chunks_go_with_all_and_strangers_stay(run, tmp_path):
     assert run("clear", tmp_path, "--identity", DIGITS, "--yes").stdout == "Removed 3 chunks.\n"
     assert run("clear", tmp_path, "--yes").stdout == "Removed 1 chunk.\n"
     assert stranger.read_text() == "mine"
-    ledger = Survey(tmp_path).ledger()
+    ledger = Inspector(tmp_path).ledger()
     assert ledger is not None
     assert ledger.stored_bytes == os.stat(stranger).st_blocks * 512
 

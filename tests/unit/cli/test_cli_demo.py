@@ -12,11 +12,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep import __version__
-from kvkeep.cli.demo_report import print_report
+from kvkeep.cli.demo import print_report
 from kvkeep.cli.main import app
 from kvkeep.demo import transformers_run, vllm_run
+from kvkeep.demo.model import QUESTIONS
 from kvkeep.demo.outcome import Comparison, DemoResult, Progress, Reply
-from kvkeep.demo.prompts import QUESTIONS
 from kvkeep.errors import LayoutError, MissingExtraError
 
 

@@ -7,13 +7,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvkeep.backends.disk.names import ROOT_NAME
-from kvkeep.cli.fsck import MEANINGS
+from kvkeep.backends.disk.directory import ROOT_NAME
 from kvkeep.cli.main import app
-from kvkeep.cli.texts import about_size, ago
+from kvkeep.cli.output import about_size, ago
+from kvkeep.cli.stores import MEANINGS
 from kvkeep.codec.frame import HEADER_BYTES, FrameFault, writer_digest
 from kvkeep.testing.chunks import CHUNK_BYTES, make_keys, make_pool, put
-from kvkeep.testing.disk import IDENTITY, chunk_path, make_disk
+from support.disk import IDENTITY, chunk_path, make_disk
 
 KEYS = make_keys(3)
 KEY = KEYS[0]

@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import os, subprocess, sys
-from kvkeep.cli.screen import quiet_screen
+from kvkeep.cli.output import quiet_screen
 
 print("before")
 try:

@@ -12,10 +12,10 @@ from kvkeep.backends.remote.base import HEADER_BYTES, Value
 from kvkeep.cli.main import app
 from kvkeep.codec.frame import writer_digest
 from kvkeep.testing.chunks import CHUNK_BYTES, make_keys, make_pool, put
-from kvkeep.testing.disk import IDENTITY
-from kvkeep.testing.remote import make_connector, make_remote, name_of
-from kvkeep.testing.servers.redis import RedisOptions, redis_server
-from kvkeep.testing.stores import read
+from kvkeep.testing.remote_stores import read
+from support.disk import IDENTITY
+from support.remote import make_connector, make_remote, name_of
+from support.servers.redis import RedisOptions, redis_server
 
 KEYS = make_keys(3)
 SIZE = HEADER_BYTES + CHUNK_BYTES

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.identity import CacheIdentity
 from kvkeep.lookup.client import LookupClient
-from kvkeep.lookup.paths import ranks_path, socket_directory, socket_path
 from kvkeep.lookup.server import LookupServer
+from kvkeep.lookup.sockets import ranks_path, socket_directory, socket_path
 from kvkeep.metrics.endpoint import EndpointOptions, MetricsEndpoint
-from kvkeep.testing.engine_rig import EngineRig
+from support.engine_rig import EngineRig
 
 CHUNK = 8
 PROMPT = list(range(4 * CHUNK))

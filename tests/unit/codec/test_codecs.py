@@ -13,11 +13,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.codec.fp8 import Fp8Codec
 from kvkeep.codec.frame import CODEC_RAW, ChunkMeta
-from kvkeep.codec.int8 import Int8Codec
+from kvkeep.codec.lossless import BLOCK_BYTES, ZstdCodec
+from kvkeep.codec.lossy import Fp8Codec, Int8Codec
 from kvkeep.codec.names import choose_codec, codec_by_code, codec_of, decode_chunk, encode_chunk
-from kvkeep.codec.zstd import BLOCK_BYTES, ZstdCodec
 from kvkeep.errors import CodecError, ConfigError
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
 

@@ -20,9 +20,9 @@ from kvkeep.codec.frame import (
     writer_digest,
 )
 from kvkeep.errors import LayoutError
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
 from kvkeep.layout import DTYPE_SIZES, MemoryFormat
-from kvkeep.testing.disk import IDENTITY
+from support.disk import IDENTITY
 
 KEY = ChunkKey(bytes(range(32)))
 PAYLOAD = bytes(range(256)) * 3

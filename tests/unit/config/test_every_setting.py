@@ -18,14 +18,13 @@ import torch
 
 from kvkeep.config import load_settings
 from kvkeep.config.load import setting_fields
+from kvkeep.engine.build import CacheManager, open_ranks
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import CacheManager
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.sizing import WorkerPlace
+from kvkeep.memory.placement import WorkerPlace
 from kvkeep.metrics import Metrics
-from kvkeep.opening_ranks import open_ranks
-from kvkeep.testing.paged_engine import PagedEngine
+from support.paged_engine import PagedEngine
 
 TESTS = Path(__file__).parents[2]
 TOKENS = list(range(48))

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.config import load_settings, resolve_settings
+from kvkeep.config.base import format_duration, format_size, parse_duration, parse_size
 from kvkeep.config.explain import explain, json_schema
 from kvkeep.config.load import setting_fields
-from kvkeep.config.units import format_duration, format_size, parse_duration, parse_size
 from kvkeep.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import kvkeep
 from kvkeep.config import LookupSettings, Settings, load_settings
+from kvkeep.config.base import parse_duration, parse_size
 from kvkeep.config.load import setting_fields
-from kvkeep.config.units import parse_duration, parse_size
 from kvkeep.errors import ConfigError
 
 SOURCE = Path(kvkeep.__file__).parent

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.config import load_settings
+from kvkeep.config.base import RemoteURL
 from kvkeep.config.explain import explain
 from kvkeep.config.load import resolve_settings
-from kvkeep.config.store_url import RemoteURL
 from kvkeep.errors import ConfigError
 
 HUSH = "h%75sh"  # "hush", written so that only the whole text holds it as it is

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.config import load_settings
-from kvkeep.demo.folder import (
+from kvkeep.demo.model import (
     LARGE_TEMPORARY,
     disk_folder,
     disk_settings,

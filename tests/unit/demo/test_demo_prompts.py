@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkeep.demo.prompts import QUESTIONS, build_prompts, first_line, read_document
+from kvkeep.demo.model import QUESTIONS, build_prompts, first_line, read_document
 
 
 class _Words:

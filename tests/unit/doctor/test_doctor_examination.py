@@ -12,10 +12,11 @@ import psutil
 import pytest
 
 from kvkeep.config import load_settings
-from kvkeep.doctor import disk, memory, software, tiers
+from kvkeep.doctor import machine as software
+from kvkeep.doctor import model, tiers
 from kvkeep.doctor.base import Advice, Finding, Level, Patient, Probe
 from kvkeep.doctor.examination import PROBES, examine, to_change, worst
-from kvkeep.lookup.paths import socket_directory
+from kvkeep.lookup.sockets import socket_directory
 
 ROOT = Path(__file__).parents[3]
 
@@ -86,7 +87,7 @@ def test_every_probe_has_a_deadline_and_sections_stay_together():
 
 
 def test_the_pool_is_opened_and_described():
-    found = by_topic(memory.pool(patient(cpu__size="64MiB", cpu__reserve="4KiB")))
+    found = by_topic(model.pool(patient(cpu__size="64MiB", cpu__reserve="4KiB")))
     assert found["pool"].values["bytes"] == 80 << 20
     assert any("slots" in line for line in found["pool"].values["report"])
     assert found["available"].values["available_bytes"] > 0
@@ -94,7 +95,7 @@ def test_the_pool_is_opened_and_described():
 
 
 def test_a_pool_that_the_machine_does_not_have_is_an_error_with_one_it_has():
-    found = by_topic(memory.pool(patient(cpu__size="900TiB")))
+    found = by_topic(model.pool(patient(cpu__size="900TiB")))
     assert found["pool"].level is Level.ERROR
     assert found["pool"].advice.line.startswith("cpu.size: ")
     size = load_settings(extra={"cpu.size": found["pool"].advice.line.split()[1]}).cpu.size
@@ -102,16 +103,16 @@ def test_a_pool_that_the_machine_does_not_have_is_an_error_with_one_it_has():
 
 
 def test_pools_of_several_ranks_must_fit_together():
-    available = memory.available_bytes()
+    available = model.available_bytes()
     settings = load_settings(extra={"cpu.size": f"{available // 4}B"})
-    alone = by_topic(memory.pool(Patient(settings, {}, None, 1)))
+    alone = by_topic(model.pool(Patient(settings, {}, None, 1)))
     assert alone["pool"].level is not Level.ERROR
-    eight = by_topic(memory.pool(Patient(settings, {}, None, 8)))
+    eight = by_topic(model.pool(Patient(settings, {}, None, 8)))
     assert eight["pool"].level is Level.ERROR
 
 
 def test_a_running_engine_s_shared_memory_is_not_touched():
-    found = by_topic(memory.pool(patient(cpu__size="64MiB", cpu__shared_name="kvkeep-doctor-t")))
+    found = by_topic(model.pool(patient(cpu__size="64MiB", cpu__shared_name="kvkeep-doctor-t")))
     assert found["pool"].level in (Level.FINE, Level.NOTE)
     assert not Path("/dev/shm/kvkeep-doctor-t").exists()
 
@@ -141,7 +142,7 @@ def test_supported_versions_are_those_of_the_project():
 
 def test_the_disk_is_measured_and_nothing_stays(tmp_path):
     one = patient(disk__path=str(tmp_path / "new" / "tier"), disk__size="64MiB")
-    found = by_topic([*disk.place(one), *disk.rates(one)])
+    found = by_topic([*tiers.place(one), *tiers.rates(one)])
     assert "made when it is first used" in found["directory"].text
     assert found["rate"].values["written_bytes_per_s"] > 0
     assert found["rate"].values["read_bytes_per_s"] > 0
@@ -150,7 +151,7 @@ def test_the_disk_is_measured_and_nothing_stays(tmp_path):
 
 
 def test_a_budget_beyond_what_is_free_is_a_warning_with_one_that_fits(tmp_path):
-    found = by_topic(disk.place(patient(disk__path=str(tmp_path), disk__size="900TiB")))
+    found = by_topic(tiers.place(patient(disk__path=str(tmp_path), disk__size="900TiB")))
     assert found["room"].level is Level.WARNING
     assert load_settings(
         extra={"disk.path": "/x", "disk.size": found["room"].advice.line.split()[1]}
@@ -159,18 +160,18 @@ def test_a_budget_beyond_what_is_free_is_a_warning_with_one_that_fits(tmp_path):
 
 def test_what_the_tier_uses_already_counts_as_its_own(tmp_path, monkeypatch):
     (tmp_path / "chunk").write_bytes(bytes(5000))
-    found = by_topic(disk.place(patient(disk__path=str(tmp_path))))
+    found = by_topic(tiers.place(patient(disk__path=str(tmp_path))))
     assert found["room"].values["used_bytes"] == 5000
-    monkeypatch.setattr(disk, "_COUNT_S", -1.0)  # a directory that takes too long to count
-    found = by_topic(disk.place(patient(disk__path=str(tmp_path))))
+    monkeypatch.setattr(tiers, "_COUNT_S", -1.0)  # a directory that takes too long to count
+    found = by_topic(tiers.place(patient(disk__path=str(tmp_path))))
     assert found["room"].values["used_bytes"] == 0
 
 
 def test_a_file_in_place_of_the_directory_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     one = patient(disk__path=str(tmp_path / "file"))
-    assert by_topic(disk.place(one))["directory"].level is Level.ERROR
-    assert disk.rates(one) == []
+    assert by_topic(tiers.place(one))["directory"].level is Level.ERROR
+    assert tiers.rates(one) == []
 
 
 def test_memory_and_network_file_systems_are_warned_of(tmp_path, monkeypatch):
@@ -178,7 +179,7 @@ def test_memory_and_network_file_systems_are_warned_of(tmp_path, monkeypatch):
     for kind, words in (("tmpfs", "that is memory"), ("nfs4", "another machine serves it")):
         mounts = [psutil._ntuples.sdiskpart("x", str(tmp_path), kind, "")]
         monkeypatch.setattr(psutil, "disk_partitions", lambda all, mounts=mounts: mounts)
-        found = by_topic(disk.place(one))["file system"]
+        found = by_topic(tiers.place(one))["file system"]
         assert (found.level, words in found.text) == (Level.WARNING, True)
         assert found.advice is not None
 
@@ -230,7 +231,7 @@ def test_little_locked_memory_matters_where_slots_are_registered(monkeypatch):
 
 def test_an_installation_without_compiled_copies_is_told(monkeypatch, tmp_path):
     from kvkeep.doctor import machine
-    from kvkeep.gpu.native import load_rows
+    from kvkeep.gpu.host_copy import load_rows
 
     found = by_topic(machine.copies(patient()))["copies"]
     assert found.values["compiled"] == (load_rows() is not None)

@@ -9,14 +9,14 @@ import pytest
 
 from kvkeep.backends.remote.directory import DirectoryConnector
 from kvkeep.config import load_settings
-from kvkeep.doctor import remote
+from kvkeep.doctor import tiers
 from kvkeep.doctor.base import Level, Patient
-from kvkeep.testing.servers.redis import RedisOptions, redis_server
+from support.servers.redis import RedisOptions, redis_server
 
 
 def look(url=None, **extra):
     values = {"remote.url": url, **extra} if url is not None else {}
-    found = remote.store(Patient(load_settings(extra=values), {}, None))
+    found = tiers.store(Patient(load_settings(extra=values), {}, None))
     return {finding.topic: finding for finding in found}
 
 
@@ -60,7 +60,7 @@ def test_a_store_that_says_nothing_is_given_up():
             f"redis://127.0.0.1:{silent.getsockname()[1]}/0", **{"remote.connect_timeout": "200ms"}
         )
     assert found["store"].level is Level.ERROR
-    assert time.monotonic() - begin < 4 * remote.CALL_TIMEOUT_S  # it ends, not how fast
+    assert time.monotonic() - begin < 4 * tiers.CALL_TIMEOUT_S  # it ends, not how fast
 
 
 def test_a_kind_of_store_that_there_is_not_is_an_error_that_lists_them():
@@ -79,7 +79,7 @@ def test_another_value_than_was_put_is_an_error(tmp_path, monkeypatch, change):
             return [None]
         header, payload = bytearray(value.header), bytearray(value.payload)
         (header if change == "header" else payload)[3] ^= 1
-        return whole(self, names, [remote.Value(bytes(header), payload)], timeout_s)
+        return whole(self, names, [tiers.Value(bytes(header), payload)], timeout_s)
 
     monkeypatch.setattr(DirectoryConnector, "put", spoil)
     found = look(f"file://{tmp_path}")

@@ -13,13 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.gpu import native, native_transfer
-from kvkeep.gpu.host import HostTask, NumpyTransfer
-from kvkeep.gpu.native import How, Pieces, RowCopier, load_rows
-from kvkeep.gpu.native_transfer import NativeTransfer, choose_how, plan_transfer
+from kvkeep.gpu import host_copy
+from kvkeep.gpu.host_copy import (
+    HostTask,
+    How,
+    NativeTransfer,
+    NumpyTransfer,
+    Pieces,
+    RowCopier,
+    choose_how,
+    load_rows,
+    plan_transfer,
+)
 
 ROOT = Path(__file__).parents[3]
-LIBRARY = native.LIBRARY
+LIBRARY = host_copy.LIBRARY
 
 if load_rows() is None:  # the header of the test run says so
     __test__ = False
@@ -155,7 +163,7 @@ def test_transfers_move_what_numpy_moves(
 ) -> None:
     ours, numpys = make_tasks(seed, form, size, lengths, step, to_engine)
     first, last = (min(number, len(lengths)) for number in sorted(part))
-    with mock.patch.object(native_transfer, "STREAM_BYTES", stream_bytes):
+    with mock.patch.object(host_copy, "STREAM_BYTES", stream_bytes):
         transfer = plan_transfer(ours, native=True)
         reference = plan_transfer(numpys, native=False)
         assert isinstance(transfer, NativeTransfer)
@@ -212,7 +220,7 @@ def test_memory_of_another_form_is_refused() -> None:
 
 
 def test_which_rows_are_streamed() -> None:
-    large = native_transfer.STREAM_BYTES
+    large = host_copy.STREAM_BYTES
     row, small, odd = Pieces(1, 65536, 0, 0), Pieces(1, 2048, 0, 0), Pieces(1, 100, 0, 0)
     heads = Pieces(8, 256, 0, 0)
     assert choose_how(large - 1, row, to_engine=True) is How.PLAIN
@@ -235,7 +243,7 @@ def fresh_load():
 def test_without_the_library_numpy_copies_and_the_log_says_so_once(
     monkeypatch, caplog, tmp_path
 ) -> None:
-    monkeypatch.setattr(native, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setattr(host_copy, "LIBRARY", tmp_path / "none.so")
     with caplog.at_level(logging.INFO, "kvkeep"):
         assert load_rows() is None
         assert load_rows() is None
@@ -251,11 +259,11 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch, caplog, tmp_path) 
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     monkeypatch.setattr(RowCopier.__init__, "__defaults__", (broken,))
-    monkeypatch.setattr(native, "LIBRARY", broken)
+    monkeypatch.setattr(host_copy, "LIBRARY", broken)
     assert load_rows() is None
     assert "install kvkeep again" in caplog.text
     with pytest.raises(ValueError, match="version 0"):
         RowCopier(ctypes.util.find_library("m"))
-    monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
-    with pytest.raises(ValueError, match=f"version {native.VERSION} is needed"):
+    monkeypatch.setattr(host_copy, "VERSION", host_copy.VERSION + 1)
+    with pytest.raises(ValueError, match=f"version {host_copy.VERSION} is needed"):
         RowCopier(LIBRARY)

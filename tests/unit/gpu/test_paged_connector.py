@@ -9,9 +9,9 @@ from kvkeep.gpu import threads
 from kvkeep.gpu.base import KVCaches
 from kvkeep.gpu.device import DeviceCopier
 from kvkeep.gpu.paged import PagedGPUConnector
-from kvkeep.gpu.slots import segments_of
+from kvkeep.gpu.pages import segments_of
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
-from kvkeep.testing.paged_engine import PagedEngine
+from support.paged_engine import PagedEngine
 
 WAYS = [
     pytest.param({}, id="one thread"),

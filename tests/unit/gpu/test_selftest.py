@@ -10,8 +10,8 @@ from kvkeep.gpu.dense import DenseGPUConnector
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
-from kvkeep.testing.paged_engine import PagedEngine
 from kvkeep.tokens import ChunkedTokenDatabase
+from support.paged_engine import PagedEngine
 
 
 def filled(num_pages: int, num_layers: int = 3, page_bytes: int = 64) -> list[torch.Tensor]:

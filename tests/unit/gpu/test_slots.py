@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.gpu.slots import PageRules, chunk_pages, segments_of, slots_as_array, slots_of
+from kvkeep.gpu.pages import PageRules, chunk_pages, segments_of, slots_as_array, slots_of
 
 RULES = PageRules(page_size=4, num_pages=10, allow_skip=False)
 SKIPPING = PageRules(page_size=4, num_pages=10, allow_skip=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvkeep.engine.results import FoundTokens
 from kvkeep.identity import CacheIdentity
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
 from kvkeep.lookup.client import LookupClient
 from kvkeep.lookup.server import LookupServer
 from kvkeep.metrics import Metrics
-from kvkeep.results import FoundTokens
 
 LAYOUT = KVLayout(MemoryFormat.OPAQUE_PAGES, "uint8", 4, (GroupLayout("full", 2, 64),), 0, 0, "toy")
 

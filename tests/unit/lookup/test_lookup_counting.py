@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvkeep.results import FoundTokens
+from kvkeep.engine.results import FoundTokens
 
 ASKED = "kvkeep_lookup_tokens_total"
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.errors import LookupServiceError
-from kvkeep.keys import Extra
-from kvkeep.lookup.messages import (
+from kvkeep.hashing import Extra
+from kvkeep.lookup.protocol import (
     Check,
     CheckReply,
     Clear,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import LookupServiceError
-from kvkeep.lookup.paths import (
+from kvkeep.lookup.sockets import (
     MAX_PATH_BYTES,
     check_private,
     make_private,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvkeep.errors import LookupServiceError
-from kvkeep.keys import Extra
-from kvkeep.lookup import clears
+from kvkeep.hashing import Extra
+from kvkeep.lookup import server as clears
 from kvkeep.lookup.client import LookupClient
 from kvkeep.tokens import RequestScope
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from kvkeep.lookup.messages import Keep, LookupReply, Start, Started, WireScope
-from kvkeep.lookup.pending import Outcome, PendingLookup
-from kvkeep.results import FoundTokens
+from kvkeep.engine.results import FoundTokens
+from kvkeep.lookup.client import Outcome, PendingLookup
+from kvkeep.lookup.protocol import Keep, LookupReply, Start, Started, WireScope
 from kvkeep.testing.chunks import wait_until
 
 PROMPT = list(range(16))

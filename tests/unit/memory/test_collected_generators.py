@@ -8,12 +8,10 @@ import random
 import pytest
 import torch
 
+from kvkeep.memory.allocators import GeneralAllocator, PagedAllocator
 from kvkeep.memory.arena import Arena
-from kvkeep.memory.batches import batched_pin, batched_ref_count_down, batched_unpin
+from kvkeep.memory.base import References, batched_pin, batched_ref_count_down, batched_unpin
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.general import GeneralAllocator
-from kvkeep.memory.ownership import References
-from kvkeep.memory.paged import PagedAllocator
 
 ROUNDS = 400
 POOL_BYTES = 64 * 256

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvkeep.errors import OwnershipError
+from kvkeep.memory.allocators import GeneralAllocator
 from kvkeep.memory.arena import Arena
-from kvkeep.memory.batches import batched_ref_count_down
-from kvkeep.memory.general import GeneralAllocator
+from kvkeep.memory.base import batched_ref_count_down
 
 U8 = torch.uint8
 

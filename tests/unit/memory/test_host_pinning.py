@@ -7,9 +7,8 @@ import logging
 import numpy as np
 import torch
 
-from kvkeep.memory.arena import Arena
-from kvkeep.memory.paged import PagedAllocator
-from kvkeep.memory.pinned import HostPinning
+from kvkeep.memory.allocators import PagedAllocator
+from kvkeep.memory.arena import Arena, HostPinning
 
 
 class RecordingRuntime:

@@ -12,7 +12,7 @@ import torch
 
 from kvkeep.gpu.paged import PagedGPUConnector
 from kvkeep.layout import GroupLayout, KVLayout, MemoryFormat
-from kvkeep.memory.huge_pages import HUGE_PAGE_BYTES, advise_huge_pages
+from kvkeep.memory.placement import HUGE_PAGE_BYTES, advise_huge_pages
 
 SMAPS = Path("/proc/self/smaps")
 

@@ -11,13 +11,10 @@ import torch
 
 from kvkeep.errors import OwnershipError
 from kvkeep.layout import MemoryFormat
+from kvkeep.memory.allocators import MixedMemoryAllocator, PagedCpuGpuMemoryAllocator
 from kvkeep.memory.arena import Arena
 from kvkeep.memory.factory import initialize_allocator, report_on, tensor_pool
-from kvkeep.memory.huge_pages import ask_for_huge_pages
-from kvkeep.memory.mixed import MixedMemoryAllocator
-from kvkeep.memory.numa import choose_node
-from kvkeep.memory.paged_cpu_gpu import PagedCpuGpuMemoryAllocator
-from kvkeep.memory.report import Choice
+from kvkeep.memory.placement import Choice, ask_for_huge_pages, choose_node
 
 PAGE = mmap.PAGESIZE
 U8 = torch.uint8

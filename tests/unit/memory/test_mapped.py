@@ -12,7 +12,7 @@ from kvkeep.errors import OwnershipError
 from kvkeep.layout import MemoryFormat
 from kvkeep.memory.arena import Arena
 from kvkeep.memory.factory import initialize_allocator, tensor_pool
-from kvkeep.memory.mapped import MappedPool
+from kvkeep.memory.shared import MappedPool
 
 PAGES = MemoryFormat.OPAQUE_PAGES
 

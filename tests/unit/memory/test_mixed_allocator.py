@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from kvkeep.layout import MemoryFormat
+from kvkeep.memory.allocators import (
+    GeneralAllocator,
+    MixedMemoryAllocator,
+    PagedAllocator,
+    ReleaseSignal,
+)
 from kvkeep.memory.arena import Arena
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.general import GeneralAllocator
-from kvkeep.memory.mixed import MixedMemoryAllocator
-from kvkeep.memory.paged import PagedAllocator
-from kvkeep.memory.pool import ReleaseSignal
 
 U8 = torch.uint8
 

@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.memory import numa
+from kvkeep.memory import placement
 from kvkeep.memory.arena import Arena
-from kvkeep.memory.numa import choose_node, cuda_address, node_of_pci, online_nodes, prefer_node
+from kvkeep.memory.placement import (
+    choose_node,
+    cuda_address,
+    node_of_pci,
+    online_nodes,
+    prefer_node,
+)
 
 NUMA_MAPS = Path("/proc/self/numa_maps")
 needs_numa = pytest.mark.skipif(
@@ -101,7 +107,7 @@ def test_the_address_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_prefers_the_node(has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over libnuma, and over the system call where there is no libnuma."""
     if not has_library:
-        monkeypatch.setattr(numa, "_find_mbind", numa._raw_mbind)
+        monkeypatch.setattr(placement, "_find_mbind", placement._raw_mbind)
     node = online_nodes()[0]
     arena = Arena(1 << 20, huge_pages=False)
     assert prefer_node(arena.array, node) is None
@@ -122,8 +128,8 @@ def test_what_the_kernel_refuses_is_said_and_is_no_error() -> None:
 
 
 def test_without_a_way_to_ask_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa.platform, "machine", lambda: "toaster")
-    assert numa._raw_mbind() is None
-    monkeypatch.setattr(numa, "_find_mbind", lambda: None)
+    monkeypatch.setattr(placement.platform, "machine", lambda: "toaster")
+    assert placement._raw_mbind() is None
+    monkeypatch.setattr(placement, "_find_mbind", lambda: None)
     refused = prefer_node(np.zeros(4096, np.uint8), 0)
     assert refused == f"no way to call mbind on {sys.platform} toaster"

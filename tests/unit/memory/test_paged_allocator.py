@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvkeep.errors import OwnershipError
+from kvkeep.memory.allocators import PagedAllocator
 from kvkeep.memory.arena import Arena
-from kvkeep.memory.batches import batched_ref_count_down
-from kvkeep.memory.paged import PagedAllocator
+from kvkeep.memory.base import batched_ref_count_down
 
 U8 = torch.uint8
 

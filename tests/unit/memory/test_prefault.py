@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeep.memory.allocators import PagedAllocator
 from kvkeep.memory.arena import Arena
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.paged import PagedAllocator
 from kvkeep.memory.prefault import STEP_BYTES, Prefaulter
 from kvkeep.testing.chunks import wait_until
 

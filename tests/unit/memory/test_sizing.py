@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from kvkeep.memory.sizing import (
+from kvkeep.memory.placement import (
     DEFAULT_POOL_BYTES,
     WantedSize,
     WorkerPlace,

@@ -6,14 +6,16 @@ import random
 
 import pytest
 
-from kvkeep.policy.reuse_classes import (
+from kvkeep.policy.reuse import (
     GROUP_ODDS,
     GROUPS,
+    NUM_AGES,
+    NUM_BUCKETS,
     NUM_CLASSES,
+    ReuseModel,
     class_of_new,
     class_of_used,
 )
-from kvkeep.policy.reuse_model import NUM_AGES, NUM_BUCKETS, ReuseModel
 
 
 def learn(model, chunk_class, lifetimes, *, epochs=NUM_AGES * 3, arrivals=20, seed=1):

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvkeep.policy import reuse
-from kvkeep.policy.reuse import ReusePolicy
-from kvkeep.policy.reuse_state import uses_of
+from kvkeep.policy.reuse import ReusePolicy, uses_of
 from kvkeep.testing.policies import PolicyContract, PolicyRun, make_key
 
 

@@ -5,11 +5,11 @@ import gc
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvkeep.policy.reuse import ReusePolicy
-from kvkeep.policy.reuse_classes import NUM_CLASSES
-from kvkeep.policy.reuse_state import (
+from kvkeep.policy.reuse import (
     HAS_NEXT,
+    NUM_CLASSES,
     PARTS,
+    ReusePolicy,
     class_of,
     epoch_of,
     history_after_use,

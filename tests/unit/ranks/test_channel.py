@@ -8,10 +8,10 @@ import time
 import pytest
 
 from kvkeep.errors import RankError
-from kvkeep.ranks.channel import Channel
-from kvkeep.ranks.messages import (
+from kvkeep.ranks.base import (
     MAX_MESSAGE_BYTES,
     PREFIX,
+    Channel,
     Done,
     Join,
     Plan,

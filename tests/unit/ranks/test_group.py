@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvkeep.config.ranks import RanksSettings
+from kvkeep.config.settings import RanksSettings
+from kvkeep.engine.build import is_first_rank_only
 from kvkeep.errors import ConfigError, RankError
 from kvkeep.layout import MemoryFormat
 from kvkeep.memory.arena import Arena
 from kvkeep.memory.base import MemoryObj
 from kvkeep.memory.factory import initialize_allocator, tensor_pool
 from kvkeep.metrics import Metrics
-from kvkeep.opening_ranks import is_first_rank_only
-from kvkeep.ranks.base import RankOptions
+from kvkeep.ranks.base import Done, Join, RankOptions, Verdict, Welcome, encode
 from kvkeep.ranks.first import FirstRank, verdict_directory
 from kvkeep.ranks.follower import FollowerRank
-from kvkeep.ranks.messages import Done, Join, Verdict, Welcome, encode
 from kvkeep.testing.chunks import wait_until
 
 PAGES, SIZE = MemoryFormat.OPAQUE_PAGES, 4096

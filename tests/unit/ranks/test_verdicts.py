@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvkeep.errors import RankError
-from kvkeep.ranks.verdicts import Verdicts, make_directory, remove_directory
+from kvkeep.ranks.first import Verdicts, make_directory, remove_directory
 
 
 def test_the_first_one_decides(tmp_path) -> None:

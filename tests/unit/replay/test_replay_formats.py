@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvkeep.errors import TraceError
-from kvkeep.replay.formats import read_workload
+from kvkeep.replay.trace import read_workload
 
 PROMPTS = [[*range(10)], [*range(8), 99, 98, 97], [5, 6], [*range(10)]]
 

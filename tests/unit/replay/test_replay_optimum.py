@@ -9,11 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvkeep.policy.lru import LRUPolicy
+from kvkeep.policy.classic import LRUPolicy
 from kvkeep.policy.probation import ProbationPolicy
 from kvkeep.policy.reuse import ReusePolicy
-from kvkeep.replay.optimum import optimum
-from kvkeep.replay.simulator import replay
+from kvkeep.replay.sweep import optimum, replay
 from kvkeep.replay.trace import trace_of
 
 

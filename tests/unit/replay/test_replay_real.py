@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvkeep.gpu.paged import PagedGPUConnector
-from kvkeep.replay.formats import read_workload
 from kvkeep.replay.real import RealTiers, replay_real
-from kvkeep.replay.simulator import replay
-from kvkeep.replay.sweep import new_policy
-from kvkeep.replay.trace import Trace, trace_of
+from kvkeep.replay.sweep import new_policy, replay
+from kvkeep.replay.trace import Trace, read_workload, trace_of
 
 TRACES = sorted((Path(__file__).parents[2] / "traces").glob("*.jsonl"))
 

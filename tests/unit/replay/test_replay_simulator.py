@@ -7,12 +7,10 @@ from collections import OrderedDict
 
 import pytest
 
-from kvkeep.policy.fifo import FIFOPolicy
-from kvkeep.policy.lru import LRUPolicy
-from kvkeep.policy.mru import MRUPolicy
+from kvkeep.policy.classic import FIFOPolicy, LRUPolicy, MRUPolicy
 from kvkeep.policy.probation import ProbationPolicy
 from kvkeep.policy.reuse import ReusePolicy
-from kvkeep.replay.simulator import SimulatedTier, replay
+from kvkeep.replay.sweep import SimulatedTier, replay
 from kvkeep.replay.trace import parse_trace, trace_of
 
 POLICIES = [FIFOPolicy, LRUPolicy, MRUPolicy, ProbationPolicy, ReusePolicy]

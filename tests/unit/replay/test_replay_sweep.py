@@ -7,14 +7,14 @@ from fractions import Fraction
 import pytest
 
 from kvkeep.errors import ConfigError
-from kvkeep.policy.lru import LRUPolicy
-from kvkeep.replay.optimum import optimum
-from kvkeep.replay.simulator import replay
+from kvkeep.policy.classic import LRUPolicy
 from kvkeep.replay.sweep import (
     POLICY_NAMES,
     check_policies,
     chunks_of_share,
     chunks_of_size,
+    optimum,
+    replay,
     sweep,
     what_memory_buys,
 )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvkeep.policy.lru import LRUPolicy
+from kvkeep.policy.classic import LRUPolicy
 from kvkeep.policy.reuse import ReusePolicy
-from kvkeep.replay.optimum import optimum
-from kvkeep.replay.simulator import replay
+from kvkeep.replay.sweep import optimum, replay
 from kvkeep.replay.workloads import WORKLOADS, workload
 
 

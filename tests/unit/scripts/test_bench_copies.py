@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from kvkeep.bench import copies
+from kvkeep.bench import engine
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_limit_copies_every_byte(threads: int) -> None:
-    limit = copies.Memcpy(1_000_003, threads)
+    limit = engine.Memcpy(1_000_003, threads)
     assert limit._to.all()  # touched
     limit._from[:] = 5
     limit()
@@ -20,9 +20,9 @@ def test_the_limit_copies_every_byte(threads: int) -> None:
 
 def test_the_limit_has_huge_pages_as_the_pool_has(monkeypatch) -> None:
     taken = []
-    advise = copies.advise_huge_pages
-    monkeypatch.setattr(copies, "advise_huge_pages", lambda some: taken.append(advise(some)))
-    copies.Memcpy(16 << 20)
+    advise = engine.advise_huge_pages
+    monkeypatch.setattr(engine, "advise_huge_pages", lambda some: taken.append(advise(some)))
+    engine.Memcpy(16 << 20)
     assert len(taken) == 2
     if sys.platform == "linux":
         assert all(size >= 12 << 20 for size in taken)

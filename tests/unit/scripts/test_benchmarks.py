@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.bench.copies import DENSE, CopyCase, Memcpy, run_cases
+from kvkeep.bench.engine import DENSE, CopyCase, Memcpy, run_cases
 from kvkeep.bench.measure import Row, save
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -76,7 +76,7 @@ def test_growth_is_measured_beside_pinned_chunks_and_threads(load, tmp_path, mon
 
 @pytest.mark.parametrize("page_size", [16, DENSE])
 def test_every_way_to_copy_is_measured(monkeypatch, page_size: int) -> None:
-    monkeypatch.setattr("kvkeep.bench.copies.NUM_LAYERS", 2)
+    monkeypatch.setattr("kvkeep.bench.engine.NUM_LAYERS", 2)
     case = CopyCase(512, page_size, "float8_e4m3fn", threads=2)
     rows = run_cases(1, [case])
     assert [row.what.split(",")[0] for row in rows] == [

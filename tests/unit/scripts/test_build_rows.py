@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from kvkeep.gpu.native import RowCopier, load_rows
+from kvkeep.gpu.host_copy import RowCopier, load_rows
 
 ROOT = Path(__file__).parents[3]
 

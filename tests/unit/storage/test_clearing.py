@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvkeep.backends.lease import Lease
+from kvkeep.backends.base import Lease
 from kvkeep.backends.reference import DictBackend
-from kvkeep.keys import ChunkKey, LayerKey
-from kvkeep.memory.base import MemoryObj
-from kvkeep.memory.ownership import References
+from kvkeep.hashing import ChunkKey, LayerKey
+from kvkeep.memory.base import MemoryObj, References
 from kvkeep.storage.health import HealthMonitor
-from kvkeep.testing.engine_rig import EngineRig
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
+from support.engine_rig import EngineRig
 
 TOKENS = list(range(1000, 1032))
 L2 = "DictBackend"

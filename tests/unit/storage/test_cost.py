@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.metrics import Metrics
-from kvkeep.storage.cost import TOO_SLOW, CostOptions, CostRule, Line, Observed, pays
+from kvkeep.storage.cost import TOO_SLOW, CostOptions, Line, LoadCostModel, Observed, pays
 
 TIER = "Slow"
 CHUNK = 100
@@ -30,7 +30,7 @@ class Clock:
 
 def make(**options):
     metrics, clock = Metrics(), Clock()
-    rule = CostRule(CostOptions(CHUNK, 1 << 20, **options), metrics, clock)
+    rule = LoadCostModel(CostOptions(CHUNK, 1 << 20, **options), metrics, clock)
     rule.watch(TIER)
     return rule, metrics, clock
 

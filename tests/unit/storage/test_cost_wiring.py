@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.backends.reference import DictBackend
-from kvkeep.keys import split_layers
+from kvkeep.hashing import split_layers
 from kvkeep.metrics import Metrics
 from kvkeep.storage.cost import TOO_SLOW, CostOptions
 from kvkeep.storage.manager import StorageManager
 from kvkeep.testing.chunks import CHUNK_BYTES, make_keys, make_pool, put
 from kvkeep.testing.faulty import FaultyBackend
-from kvkeep.testing.storage import check_quiet
+from support.storage import check_quiet
 
 CPU, LOWER = "LocalCPUBackend", "DictBackend"
 KEYS = make_keys(6)

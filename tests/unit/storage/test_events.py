@@ -8,10 +8,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvkeep.storage.calls import CallThreads
-from kvkeep.storage.events import EventManager, EventStatus, EventType
-from kvkeep.storage.prefetch_room import PrefetchRoom
-from kvkeep.storage.runtime import IORuntime
+from kvkeep.storage.leases import EventManager, EventStatus, EventType
+from kvkeep.storage.prefetch import PrefetchBudget
+from kvkeep.storage.runtime import CallThreads, IORuntime
 from kvkeep.testing.chunks import wait_until
 
 LOADING = EventType.LOADING
@@ -50,7 +49,7 @@ def test_the_room_is_given_in_turn_and_whole():
     """Fault 26: whoever waits holds nothing, and nobody overtakes."""
 
     async def play() -> list[str]:
-        room, order = PrefetchRoom(4), []
+        room, order = PrefetchBudget(4), []
 
         async def take(name: str, count: int) -> None:
             assert await room.take(count) == min(count, 4)
@@ -79,7 +78,7 @@ def test_the_room_is_given_in_turn_and_whole():
 
     assert asyncio.run(play()) == ["large", "b"]
     with pytest.raises(ValueError, match="room"):
-        PrefetchRoom(0)
+        PrefetchBudget(0)
 
 
 def test_the_io_thread_runs_tasks_and_ends_them():

@@ -6,7 +6,7 @@ from kvkeep.backends.reference import DictBackend
 from kvkeep.storage.health import HealthMonitor
 from kvkeep.testing.chunks import make_keys
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
-from kvkeep.testing.storage import open_storage, store
+from support.storage import open_storage, store
 
 L1, L2 = "LocalCPUBackend", "DictBackend"
 

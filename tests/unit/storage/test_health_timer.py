@@ -9,7 +9,7 @@ from kvkeep.backends.reference import DictBackend
 from kvkeep.storage.health import HealthMonitor, HealthTimer
 from kvkeep.testing.chunks import make_keys, wait_until
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
-from kvkeep.testing.storage import open_storage, store
+from support.storage import open_storage, store
 
 L1, L2, L3 = "LocalCPUBackend", "L2", "L3"
 HANGS = Fault("health", FaultKind.DELAY, 0, 1, delay_s=60.0)

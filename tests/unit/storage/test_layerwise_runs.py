@@ -8,12 +8,12 @@ from concurrent.futures import Future
 import pytest
 
 from kvkeep.backends.reference import DictBackend
-from kvkeep.keys import split_layers
-from kvkeep.memory.ownership import References
+from kvkeep.hashing import split_layers
+from kvkeep.memory.base import References
 from kvkeep.prefix import LocatedRun
 from kvkeep.testing.chunks import check_found, fill, make_keys
 from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
-from kvkeep.testing.storage import open_storage, store
+from support.storage import open_storage, store
 
 L1, L2, L3 = "LocalCPUBackend", "L2", "L3"
 

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
 from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
-from kvkeep.storage.events import EventStatus, EventType
+from kvkeep.storage.leases import EventStatus, EventType
 from kvkeep.storage.manager import StorageManager
 from kvkeep.storage.prefetch import Prefetched, Prefetcher, PrefetchOptions
 from kvkeep.testing.chunks import check_found, fill, make_keys, make_pool, put, wait_until
-from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend
-from kvkeep.testing.slow import SlowBackend
-from kvkeep.testing.storage import check_quiet
+from kvkeep.testing.faulty import Fault, FaultKind, FaultyBackend, SlowBackend
+from support.storage import check_quiet
 
 WAIT_S = 20.0
 LOADING = EventType.LOADING

@@ -1,4 +1,4 @@
-"""PrefetchRoom: giving up and getting a turn at the same moment."""
+"""PrefetchBudget: giving up and getting a turn at the same moment."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from kvkeep.storage.prefetch_room import PrefetchRoom
+from kvkeep.storage.prefetch import PrefetchBudget
 
 
 def test_room_is_given_back_while_one_that_waits_is_being_given_up():
     async def run() -> int:
-        room = PrefetchRoom(2)
+        room = PrefetchBudget(2)
         await room.take(2)
         given_up = asyncio.create_task(room.take(1))
         next_one = asyncio.create_task(room.take(2))
@@ -28,7 +28,7 @@ def test_room_is_given_back_while_one_that_waits_is_being_given_up():
 
 def test_one_whose_turn_has_come_is_given_up():
     async def run() -> int:
-        room = PrefetchRoom(2)
+        room = PrefetchBudget(2)
         await room.take(2)
         given_up = asyncio.create_task(room.take(1))
         await asyncio.sleep(0)

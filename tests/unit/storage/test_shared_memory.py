@@ -6,7 +6,7 @@ from kvkeep.backends.reference import DictBackend
 from kvkeep.metrics import Metrics
 from kvkeep.storage.manager import StorageManager
 from kvkeep.testing.chunks import check_found, fill, make_keys, make_pool
-from kvkeep.testing.disk import make_disk
+from support.disk import make_disk
 
 
 class Watched(DictBackend):

@@ -10,9 +10,9 @@ import pytest
 
 from kvkeep.backends.base import PutOutcome
 from kvkeep.backends.reference import DictBackend
-from kvkeep.keys import split_layers
+from kvkeep.hashing import split_layers
 from kvkeep.layout import MemoryFormat
-from kvkeep.memory.ownership import References
+from kvkeep.memory.base import References
 from kvkeep.metrics import Metrics
 from kvkeep.prefix import LocatedRun
 from kvkeep.storage.manager import StorageManager
@@ -26,7 +26,7 @@ from kvkeep.testing.chunks import (
     make_keys,
     make_pool,
 )
-from kvkeep.testing.storage import open_storage, store
+from support.storage import open_storage, store
 
 L1, L2, L3 = "LocalCPUBackend", "DictBackend", "far"
 FMT = MemoryFormat.OPAQUE_PAGES

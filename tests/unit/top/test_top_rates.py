@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvkeep.metrics import Metrics
-from kvkeep.top.rates import view_engines
-from kvkeep.top.samples import Sample, series_of_snapshot, series_of_text
+from kvkeep.top.rates import Sample, series_of_snapshot, series_of_text, view_engines
 
 
 def sample(metrics, rank=0, time_s=0.0, engine="e"):

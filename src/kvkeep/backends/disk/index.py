@@ -3,6 +3,8 @@
 It says which chunks can be served and which to evict next. It is a view, not the truth: another
 process may remove a file, which then is a miss when it is read. One lock guards index and policy;
 it is held for bookkeeping only, never across a system call. Callable from any thread.
+
+DiskReports: under which names the disk tier counts what happens. Callable from any thread.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from kvkeep.backends.io_pool import IOPool
+from kvkeep.backends.slow_tier import CircuitBreaker
 from kvkeep.codec.frame import ChunkMeta
-from kvkeep.keys import ChunkKey
+from kvkeep.hashing import ChunkKey
+from kvkeep.metrics import LOAD, STORE, Metrics
 from kvkeep.policy.base import CachePolicy
 
 #: Most files that could not be removed whose keys are remembered, so that they are not asked again.
@@ -261,3 +266,53 @@ class DiskIndex:
 
 def _can_evict(entry: DiskEntry) -> bool:
     return entry.ready and not entry.readers
+
+
+TIER = "LocalDiskBackend"
+
+
+class DiskReports:
+    """The tier's part of the metrics; one method per kind of event."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        """Count into ``metrics``."""
+        self._metrics = metrics
+
+    def watch(
+        self, index: DiskIndex, pool: IOPool, breakers: tuple[CircuitBreaker, CircuitBreaker]
+    ) -> None:
+        """Read the tier's gauges from their owners; the breakers are of loads, and of stores."""
+        loads, stores = breakers
+        self._metrics.watch_chunks(TIER, lambda: float(len(index)))
+        self._metrics.watch_breaker(TIER, LOAD, lambda: loads.is_open)
+        self._metrics.watch_breaker(TIER, STORE, lambda: stores.is_open)
+        self._metrics.watch_queue(
+            TIER,
+            loads=lambda: pool.num_loads,
+            stores=lambda: pool.num_stores,
+            num_bytes=lambda: pool.queued_bytes,
+        )
+
+    def fault(self, operation: str, cause: str) -> None:
+        """A call failed, or something on the disk did not verify. A miss by itself is no fault."""
+        self._metrics.failure(TIER, operation, cause)
+
+    def refused(self, cause: str) -> None:
+        """A put was turned away at the door; the caller counts the chunks that it lost."""
+        self._metrics.failure(TIER, "put", cause)
+
+    def dropped(self, cause: str) -> None:
+        """A chunk was taken in and then not stored; only this tier can know."""
+        self._metrics.dropped(TIER, cause, 1)
+
+    def evicted(self) -> None:
+        """The policy gave a chunk up."""
+        self._metrics.evicted(TIER, 1)
+
+    def loaded(self, size_bytes: int, seconds: float) -> None:
+        """A chunk was read and verified."""
+        self._metrics.moved(TIER, LOAD, size_bytes, seconds)
+
+    def stored(self, size_bytes: int, seconds: float) -> None:
+        """A chunk was written."""
+        self._metrics.moved(TIER, STORE, size_bytes, seconds)

@@ -1,46 +1,108 @@
 """RemoteBackend: the tier in a store that machines share (L3).
 
 Its callers are the engine's threads; they wait only for loads and lookups, with a deadline. All
-calls to the store are made by the threads of an :class:`~kvkeep.backends.io.pool.IOPool`, through a
+calls to the store are made by the threads of an :class:`~kvkeep.backends.io_pool.IOPool`, through a
 connector (``base.py``). A lookup that pins answers for what it has fetched and verified into memory
 of the CPU tier by then: the lease holds those objects, so the load that follows cannot fail (design
 decision 4). Every failure is a miss, counted by cause; repeated ones open a breaker, and then
 nobody waits for the store until a probe finds it working.
+
+RemoteAvailability: whether the store can be used now. Callable from any thread.
+
+Stores can be out alone: the store refuses them, or has no room.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from kvkeep.backends.base import (
     AllocatorBackendInterface,
     BackendHealth,
+    Lease,
     PutOutcome,
     StorageBackendInterface,
+    pin_loaded,
 )
-from kvkeep.backends.io.pinning import pin_loaded
-from kvkeep.backends.io.pool import IOPool
-from kvkeep.backends.lease import Lease
-from kvkeep.backends.remote.base import RemoteConnector
+from kvkeep.backends.io_pool import IOPool
+from kvkeep.backends.remote.base import (
+    LIST_BATCH,
+    TIER,
+    RemoteConnector,
+    RemoteReports,
+    key_of,
+    name_prefix,
+    value_name,
+)
 from kvkeep.backends.remote.calls import StoreCalls
-from kvkeep.backends.remote.condition import RemoteCondition
-from kvkeep.backends.remote.known import BELIEVED_S, KnownChunks
-from kvkeep.backends.remote.loads import RemoteLoads
-from kvkeep.backends.remote.removal import RemoteRemoval
-from kvkeep.backends.remote.reports import TIER, RemoteReports
+from kvkeep.backends.remote.loads import BELIEVED_S, PresenceCache, RemoteLoads
 from kvkeep.backends.remote.stores import RemoteStores, StoreRules
-from kvkeep.backends.remote.value_names import name_prefix
+from kvkeep.backends.slow_tier import CircuitBreaker, TierAvailability
 from kvkeep.codec.base import Codec
-from kvkeep.codec.frame import ChunkMeta, writer_digest
+from kvkeep.codec.frame import (
+    ChunkMeta,
+    writer_digest,
+)
+from kvkeep.errors import BackendError
+from kvkeep.hashing import ChunkKey
 from kvkeep.identity import CacheIdentity
-from kvkeep.keys import ChunkKey
-from kvkeep.memory.base import MemoryObj
-from kvkeep.memory.batches import batched_unpin
+from kvkeep.memory.base import MemoryObj, batched_unpin
 from kvkeep.metrics import Metrics
+
+
+class RemoteAvailability(TierAvailability):
+    """Asks the store whether it answers.
+
+    Attributes:
+        refusals: open while a store that works takes nothing.
+    """
+
+    def __init__(
+        self, calls: StoreCalls, pool: IOPool, *, probe_timeout_s: float, stall_timeout_s: float
+    ) -> None:
+        """Take it that the store works.
+
+        Args:
+            calls: to the store.
+            pool: where probes run.
+            probe_timeout_s: what a probe may take.
+            stall_timeout_s: a call that runs for longer does not keep its deadline.
+        """
+        super().__init__(
+            pool, breakers=(CircuitBreaker(), CircuitBreaker()), stall_timeout_s=stall_timeout_s
+        )
+        self._calls = calls
+        self.refusals = CircuitBreaker()
+        self._probe_timeout_s = probe_timeout_s
+
+    def why_no_stores(self) -> str | None:
+        """As without refusals; and ``store_refuses``, but for one try per pause."""
+        problem = super().why_no_stores()
+        if problem is None and not self.refusals.allows():
+            problem = "store_refuses"
+        return problem
+
+    def _try_first(self) -> None:
+        """A store that does not answer at the start is left alone at once."""
+        if not self._answers():
+            self.loads.trip()
+
+    def _try_again(self) -> None:
+        self._answers()
+
+    def _answers(self) -> bool:
+        """Ask whether the store answers; the breaker is told by the call."""
+        try:
+            self._calls.ping(time.monotonic() + self._probe_timeout_s, self.loads)
+        except BackendError:
+            return False  # it was counted
+        return True
+
 
 R = TypeVar("R")
 
@@ -107,7 +169,7 @@ class RemoteBackend(StorageBackendInterface):
         self._connector = connector
         self._allocator_backend = allocator_backend
         self._reports = RemoteReports(metrics)
-        self._known = KnownChunks(believed_s=options.believed_s)
+        self._known = PresenceCache(believed_s=options.believed_s)
         self._calls = StoreCalls(connector, self._reports)
         self._pool = IOPool(
             name="remote",
@@ -116,7 +178,7 @@ class RemoteBackend(StorageBackendInterface):
             on_error=lambda: self._reports.fault("task", "internal"),
         )
         longest_s = max(options.load_timeout_s, options.store_timeout_s, options.lookup_timeout_s)
-        self._condition = RemoteCondition(
+        self._condition = RemoteAvailability(
             self._calls,
             self._pool,
             probe_timeout_s=options.probe_timeout_s,
@@ -309,3 +371,93 @@ def _run_length(found: Sequence[bool] | None) -> int:
     if not found:
         return 0
     return found.index(False) if False in found else len(found)
+
+
+class RemoteRemoval:
+    """Removes and lists the values of one writer."""
+
+    def __init__(
+        self,
+        calls: StoreCalls,
+        prefix: str,
+        *,
+        pool: IOPool,
+        breaker: CircuitBreaker,
+        reports: RemoteReports,
+        timeouts_s: tuple[float, float],
+    ) -> None:
+        """Remove nothing yet.
+
+        Args:
+            calls: to the store.
+            prefix: of the writer's names.
+            pool: where calls run.
+            breaker: told how going through all does.
+            reports: where late ones are counted.
+            timeouts_s: of removing some chunks, and of going through all.
+        """
+        self._calls = calls
+        self._prefix = prefix
+        self._pool = pool
+        self._breaker = breaker
+        self._reports = reports
+        self._some_s, self._all_s = timeouts_s
+
+    def remove(self, keys: Sequence[ChunkKey]) -> int:
+        """Remove chunks; returns how many there were, as far as the store said so in time."""
+        names = iter([value_name(self._prefix, key) for key in dict.fromkeys(keys)])
+        return self._remove_all(names, time.monotonic() + self._some_s, "remove")[0]
+
+    def clear(self) -> int:
+        """Remove everything.
+
+        Raises:
+            BackendError: not everything was removed.
+        """
+        removed, is_done = self._remove_all(self._names(), time.monotonic() + self._all_s, "clear")
+        if not is_done:
+            raise BackendError(f"stopped after {removed} chunks", backend=TIER, operation="clear")
+        return removed
+
+    def keys(self) -> list[ChunkKey]:
+        """Every chunk."""
+        deadline = time.monotonic() + self._all_s
+        names, found = self._names(), set()
+        while some := self._wait(lambda: list(islice(names, LIST_BATCH)), deadline, "list"):
+            found.update(some)
+        keys = [key_of(self._prefix, name) for name in found]
+        return [key for key in keys if key is not None]
+
+    def _remove_all(
+        self, names: Iterator[str], deadline: float, operation: str
+    ) -> tuple[int, bool]:
+        """Remove piece by piece; how many there were, and whether all were asked for."""
+        removed = 0
+
+        def remove_some() -> int:
+            """The number of values that there were; -1 at the end."""
+            batch = list(islice(names, LIST_BATCH))
+            if not batch:
+                return -1
+            return sum(self._calls.remove(batch, deadline))
+
+        while True:
+            done = self._wait(remove_some, deadline, operation)
+            if done is None or done < 0:
+                return removed, done is not None
+            removed += done
+
+    def _names(self) -> Iterator[str]:
+        return self._calls.names(self._prefix, self._some_s, self._breaker)
+
+    def _wait(self, run: Callable[[], R], deadline: float, operation: str) -> R | None:
+        """The result of a task for an I/O thread, or None: it came too late, failed, or closed."""
+        task = self._pool.load(run)
+        try:
+            return task.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            task.cancel()
+            self._reports.fault(operation, "timeout")
+        except (CancelledError, BackendError):
+            pass  # counted where it was raised
+        return None

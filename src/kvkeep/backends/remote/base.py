@@ -12,16 +12,33 @@ store as a whole: unreachable, refuses us, speaks nonsense) are raised ``from`` 
 exception, whose class names the cause in the metrics. Whatever a connection was doing when
 something went wrong, it is never used again (fault 41). Messages never show a secret. Nothing is
 retried here: RemoteBackend does it.
+
+Names of values in a remote store: which chunk of which writer a value is. Pure.
+
+``kvkeep-v1/IDENTITY/KEY``: the first 32 hex digits of the writer's identity digest (the whole of it
+is in the header) and the 64 of the chunk's key. Only hex digits, a dash and slashes, so a name is
+safe in every store, and never contains anything of a prompt or of a model's name.
+
+RemoteReports: under which names the remote tier counts what happens. Callable from any thread.
+
+The first failure of a kind is logged as a warning, the rest of them are only counted.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvkeep.backends.io_pool import IOPool
+from kvkeep.backends.slow_tier import CircuitBreaker
 from kvkeep.codec.frame import HEADER_BYTES, Buffer
+from kvkeep.errors import BackendTimeoutError
+from kvkeep.hashing import KEY_BYTES, ChunkKey
+from kvkeep.metrics import LOAD, STORE, Metrics
 
 __all__ = [
     "HEADER_BYTES",
@@ -68,7 +85,7 @@ class Value:
 
     @property
     def header(self) -> bytes:
-        """``HEADER_BYTES`` bytes. Asking for it may take a pass over the payload, for a checksum.
+        """``HEADER_BYTES`` bytes. Reading it may take a pass over the payload, for a checksum.
 
         So it is asked for by the thread that called ``put``, right before the payload is sent.
         """
@@ -244,3 +261,94 @@ class RemoteConnector(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all connections; a second call does nothing. Running calls end soon, as failed."""
+
+
+#: What all names start with; another form of names or values gets another one.
+ROOT = "kvkeep-v1/"
+#: Names that one page of a listing holds.
+LIST_BATCH = 500
+_IDENTITY_DIGITS = 32
+
+
+def name_prefix(identity_digest: bytes) -> str:
+    """What the names of one writer's values start with."""
+    return f"{ROOT}{identity_digest.hex()[:_IDENTITY_DIGITS]}/"
+
+
+def value_name(prefix: str, key: ChunkKey) -> str:
+    """The name of a chunk, from :func:`name_prefix` and its key."""
+    return prefix + key.hex()
+
+
+def key_of(prefix: str, name: str) -> ChunkKey | None:
+    """The key of the chunk that has this name; None if it is no chunk of this writer."""
+    digits = name.removeprefix(prefix)
+    if digits == name or len(digits) != 2 * KEY_BYTES:
+        return None
+    try:
+        key = ChunkKey(bytes.fromhex(digits))
+    except ValueError:
+        return None
+    return key if value_name(prefix, key) == name else None
+
+
+TIER = "RemoteBackend"
+
+_log = logging.getLogger(__name__)
+
+
+def cause_of(error: BaseException) -> str:
+    """``timeout``, or the class of the client's exception: connectors raise ``from`` it."""
+    if isinstance(error, BackendTimeoutError):
+        return "timeout"
+    return type(error.__cause__ or error).__name__
+
+
+class RemoteReports:
+    """The tier's part of the metrics; one method per kind of event."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        """Count into ``metrics``."""
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, str]] = set()  # guarded by _lock
+        #: What the store said when it failed last, for people.
+        self.last_error = ""
+
+    def watch(self, pool: IOPool, loads: CircuitBreaker, stores: CircuitBreaker) -> None:
+        """Read the tier's gauges from their owners."""
+        self._metrics.watch_breaker(TIER, LOAD, lambda: loads.is_open)
+        self._metrics.watch_breaker(TIER, STORE, lambda: stores.is_open)
+        self._metrics.watch_queue(
+            TIER,
+            loads=lambda: pool.num_loads,
+            stores=lambda: pool.num_stores,
+            num_bytes=lambda: pool.queued_bytes,
+        )
+
+    def failed(self, operation: str, error: Exception) -> None:
+        """A call to the store failed."""
+        cause = cause_of(error)
+        self.last_error = str(error)
+        self.fault(operation, cause)
+        with self._lock:
+            is_new = (operation, cause) not in self._seen
+            self._seen.add((operation, cause))
+        # as text: a record that is kept would keep the error, its frames, and memory of the pool
+        _log.log(logging.WARNING if is_new else logging.DEBUG, "%s: %s", operation, str(error))
+
+    def fault(self, operation: str, cause: str) -> None:
+        """Something else went wrong, or a value did not verify. A miss by itself is no fault."""
+        self._metrics.failure(TIER, operation, cause)
+
+    def dropped(self, cause: str) -> None:
+        """A chunk was taken in and then not stored; only this tier can know."""
+        self._metrics.dropped(TIER, cause, 1)
+
+    def loaded(self, size_bytes: int, seconds: float) -> None:
+        """A chunk was read and verified."""
+        self._metrics.moved(TIER, LOAD, size_bytes, seconds)
+
+    def stored(self, size_bytes: int, seconds: float) -> None:
+        """A chunk was written."""
+        self._metrics.moved(TIER, STORE, size_bytes, seconds)

@@ -19,17 +19,17 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvkeep.backends.io.pieces import pieces
 from kvkeep.backends.remote.base import (
     HEADER_BYTES,
+    TIER,
     ConnectorOptions,
     Refusal,
     RemoteConnector,
     Value,
     ValueSink,
 )
-from kvkeep.backends.remote.reports import TIER
-from kvkeep.config.store_url import RemoteURL
+from kvkeep.backends.slow_tier import pieces
+from kvkeep.config.base import RemoteURL
 from kvkeep.errors import BackendError, BackendTimeoutError, ConfigError
 
 VALUE_SUFFIX, TEMP_SUFFIX = ".kvv", ".tmp"

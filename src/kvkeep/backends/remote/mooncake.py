@@ -5,7 +5,7 @@ memory, which is registered once. What lies elsewhere (what a codec made, a chun
 goes through the client's own buffer.
 
 The library's calls cannot be ended: with a master that is frozen they take 30 s, with a frozen
-machine of the pool about a minute. They run as :class:`UnendingCalls`; a late one keeps the memory
+machine of the pool about a minute. They run as :class:`DetachedCalls`; a late one keeps the memory
 that it writes into. One that sends a chunk may still read its memory: what it then sends does not
 verify. They spin while they wait, so half of the cores move payloads at once, and no more.
 
@@ -13,6 +13,14 @@ An object that was read or asked for has a lease of some seconds, under which th
 evicts nor removes it. That is for readers that trust what they read. kvkeep's readers verify, and a
 chunk that is removed has to be gone, so it is removed in spite of leases; and a place is compared
 after it was read.
+
+MooncakeClient: the library's client, opened when it is needed, and what its answers mean.
+
+Every method blocks, for how long nobody knows: they are for threads of DetachedCalls. Opening and
+closing a client hold the interpreter's lock as well, for minutes if the master is frozen, so both
+begin with a look whether it runs.
+
+Memory that Mooncake's client reads and writes by address: headers, and views of the pool.
 """
 
 from __future__ import annotations
@@ -20,33 +28,269 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from mooncake.store import MooncakeDistributedStore
 
-from kvkeep.backends.remote import mooncake_client as client_of
 from kvkeep.backends.remote.base import (
     HEADER_BYTES,
+    TIER,
     ConnectorOptions,
     Refusal,
     RemoteConnector,
     Value,
     ValueSink,
 )
-from kvkeep.backends.remote.mooncake_client import MooncakeClient, Place
-from kvkeep.backends.remote.mooncake_memory import HeaderSlots, address_of
+from kvkeep.backends.remote.calls import ConcurrencyLimit, DetachedCalls
 from kvkeep.backends.remote.mooncake_url import MooncakeOptions
-from kvkeep.backends.remote.reports import TIER
-from kvkeep.backends.remote.turns import Turns
-from kvkeep.backends.remote.unending_calls import UnendingCalls
 from kvkeep.codec.frame import Buffer
-from kvkeep.config.store_url import RemoteURL
+from kvkeep.config.base import RemoteURL
 from kvkeep.errors import BackendError, BackendTimeoutError, ConfigError
+
+
+def address_of(view: Buffer) -> int:
+    """Where the bytes of a view begin in this process."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+class HeaderSlots:
+    """Room for headers, registered once; a call takes as many as it has values."""
+
+    def __init__(self, count: int) -> None:
+        """Make room for ``count`` headers."""
+        self.memory = np.zeros((count, HEADER_BYTES), np.uint8)
+        self._lock = threading.Lock()
+        self._free = list(range(count))  # guarded by _lock
+
+    def take(self, count: int) -> Slots:
+        """Room for so many headers.
+
+        Raises:
+            ConnectionError: calls that do not end have all of it.
+        """
+        with self._lock:
+            if len(self._free) < count:
+                raise ConnectionError("calls that do not end hold all memory for headers")
+            taken = [self._free.pop() for _ in range(count)]
+        return Slots(self, taken)
+
+    def give_back(self, taken: Sequence[int]) -> None:
+        """Take slots back."""
+        with self._lock:
+            self._free += taken
+
+
+class Slots:
+    """Slots of one call. Leaving the ``with`` block gives them back, unless they are kept."""
+
+    def __init__(self, owner: HeaderSlots, taken: Sequence[int]) -> None:
+        """Own these slots."""
+        self._owner = owner
+        self._taken = taken
+        self._is_kept = False
+
+    def __enter__(self) -> Slots:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_kept:
+            self.give_back()
+
+    def keep(self) -> None:
+        """From now on somebody else calls :meth:`give_back`, once."""
+        self._is_kept = True
+
+    def give_back(self) -> None:
+        """Nobody reads or writes them any more."""
+        self._owner.give_back(self._taken)
+
+    def address(self, index: int) -> int:
+        """Of the header at this position."""
+        return address_of(self._owner.memory[self._taken[index]].data)
+
+    def write(self, index: int, header: bytes) -> None:
+        """Put a header there."""
+        self._owner.memory[self._taken[index]] = np.frombuffer(header, np.uint8)
+
+    def read(self, index: int) -> bytes:
+        """The header that is there."""
+        return bytes(self._owner.memory[self._taken[index]])
+
+
+#: Answers of the library (its ``ErrorCode``) that mean something to us.
+_NO_SPACE, _NOT_FOUND, _TRANSFER_FAILED = -200, -704, -800
+#: Not there any more, not complete, or evicted while it was read.
+_MISSES = frozenset({_NOT_FOUND, -703, -707})
+_REFUSALS = {_NO_SPACE: Refusal.FULL, -600: Refusal.TOO_LARGE}
+
+#: Clients whose master did not run when they were closed. Their end would wait for it, so it is put
+#: off to the end of the process.
+_LEFT_OPEN: list[MooncakeDistributedStore] = []
+
+
+class MooncakeError(ConnectionError):
+    """The pool as a whole failed; the message has the library's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value is: equal before and after it was read, if it was not moved meanwhile."""
+
+    size_bytes: int
+    endpoint: str
+    address: int
+
+
+class MooncakeClient:
+    """One client. Callable from any thread."""
+
+    def __init__(self, options: MooncakeOptions, connect_timeout_s: float) -> None:
+        """Nothing is connected yet."""
+        self._options = options
+        self._connect_timeout_s = connect_timeout_s
+        self._to_register: list[memoryview] = []
+        self._opening = threading.Lock()
+        self._client: MooncakeDistributedStore | None = None  # guarded by _opening
+        self._is_closed = False  # guarded by _opening
+
+    def register(self, memory: memoryview) -> None:
+        """Transfers will use this memory; called before anything else. It is kept mapped."""
+        self._to_register.append(memory.cast("B"))
+
+    def ready(self, deadline: float) -> MooncakeDistributedStore:
+        """The open client, opened now if it is not.
+
+        Raises:
+            TimeoutError: another thread has been opening it until the deadline.
+            OSError: the pool cannot be joined.
+        """
+        if not self._opening.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimeoutError("joining the pool takes too long")
+        try:
+            if self._is_closed:
+                raise MooncakeError("the connector is closed")
+            if self._client is None:
+                self._client = self._open()
+            return self._client
+        finally:
+            self._opening.release()
+
+    def _open(self) -> MooncakeDistributedStore:
+        options = self._options
+        hostname = options.reach_master(self._connect_timeout_s)
+        client = MooncakeDistributedStore()
+        code = client.setup(
+            hostname,
+            options.metadata_server,
+            options.lend_bytes,
+            options.buffer_bytes,
+            options.protocol,
+            options.devices,
+            options.master,
+        )
+        for view in self._to_register:
+            code = code or client.register_buffer(address_of(view), len(view))
+        if code:
+            raise MooncakeError(f"the pool cannot be joined: error {code}")
+        return client
+
+    def close(self) -> None:
+        """Leave the pool, if its master runs. Never while a call is running."""
+        with self._opening:
+            self._is_closed = True
+            client, self._client = self._client, None
+        if client is None:
+            return
+        try:
+            self._options.reach_master(self._connect_timeout_s)
+        except OSError:
+            _LEFT_OPEN.append(client)
+        else:
+            client.close()
+
+
+def present(client: MooncakeDistributedStore, names: Sequence[str]) -> list[bool]:
+    """Which names have a value.
+
+    Raises:
+        MooncakeError: the master does not answer.
+    """
+    codes = client.batch_is_exist(list(names)) if names else []
+    failed = [code for code in codes if code < 0 and code not in _MISSES]
+    if failed or len(codes) != len(names):
+        raise MooncakeError(f"the master does not answer: error {failed[:1]}")
+    return [code == 1 for code in codes]
+
+
+def places(client: MooncakeDistributedStore, names: Sequence[str]) -> list[Place | None]:
+    """Where these values are; the master keeps them there for its readers for some seconds.
+
+    Raises:
+        MooncakeError: the master does not answer.
+    """
+    found = client.batch_get_replica_desc(list(names)) if names else {}
+    if not found and names:
+        present(client, names[:1])  # an empty answer may mean that there was none
+    return [_place(found.get(name)) for name in names]
+
+
+def _place(replicas: Sequence[object] | None) -> Place | None:
+    for replica in replicas or ():
+        if replica.is_memory_replica():  # type: ignore[attr-defined]
+            there = replica.get_memory_descriptor().buffer_descriptor  # type: ignore[attr-defined]
+            return Place(there.size, str(there.transport_endpoint), there.buffer_address)
+        if replica.is_disk_replica():  # type: ignore[attr-defined]
+            disk = replica.get_disk_descriptor()  # type: ignore[attr-defined]
+            return Place(disk.object_size, str(disk.file_path), 0)
+    return None
+
+
+def remove(client: MooncakeDistributedStore, names: Sequence[str]) -> list[bool]:
+    """Remove values in spite of leases; which of them there were.
+
+    Raises:
+        MooncakeError: the master does not answer.
+    """
+    codes = client.batch_remove(list(names), True) if names else []
+    failed = [code for code in codes if code < 0 and code not in _MISSES]
+    if failed or len(codes) != len(names):
+        raise MooncakeError(f"values cannot be removed: error {failed[:1]}")
+    return [code == 0 for code in codes]
+
+
+def was_read(code: int, size_bytes: int) -> bool | None:
+    """What the library's answer to a read means: whole, a miss, or (None) a failed transfer.
+
+    Raises:
+        MooncakeError: the pool failed.
+    """
+    if code == size_bytes:
+        return True
+    if code >= 0 or code in _MISSES:
+        return False
+    if code == _TRANSFER_FAILED:
+        return None
+    raise MooncakeError(f"error {code}")
+
+
+def was_put(code: int) -> Refusal | None:
+    """What the library's answer to a put means.
+
+    Raises:
+        MooncakeError: the pool failed.
+    """
+    if code < 0 and code not in _REFUSALS:
+        raise MooncakeError(f"error {code}")
+    return _REFUSALS.get(code)
+
 
 T = TypeVar("T")
 
@@ -72,8 +316,8 @@ class MooncakeConnector(RemoteConnector):
         self.description = url.masked
         self._options = MooncakeOptions.of(url, options)
         self._max_value_bytes = options.max_value_bytes
-        self._calls = UnendingCalls("kvkeep-mooncake", most_late=2 * options.connections)
-        self._turns = Turns(max(1, len(os.sched_getaffinity(0)) // 2))
+        self._calls = DetachedCalls("kvkeep-mooncake", most_late=2 * options.connections)
+        self._turns = ConcurrencyLimit(max(1, len(os.sched_getaffinity(0)) // 2))
         self._slots = HeaderSlots(4 * _AT_ONCE * options.connections)
         self._client = MooncakeClient(self._options, options.connect_timeout_s)
         self._client.register(self._slots.memory.data)
@@ -89,9 +333,9 @@ class MooncakeConnector(RemoteConnector):
         """See the interface: which are there, then how large those are."""
 
         def ask(client: MooncakeDistributedStore) -> list[Place | None]:
-            there = client_of.present(client, names)
+            there = present(client, names)
             found = [name for name, is_there in zip(names, there, strict=True) if is_there]
-            by_name = dict(zip(found, client_of.places(client, found), strict=True))
+            by_name = dict(zip(found, places(client, found), strict=True))
             return [by_name.get(name) for name in names]
 
         with _as_store_errors("lookup"):
@@ -119,11 +363,11 @@ class MooncakeConnector(RemoteConnector):
                     ),
                     strict=True,
                 ):
-                    answers[i] = client_of.was_put(code)
+                    answers[i] = was_put(code)
                 for i in wanted:
                     if i not in direct:
                         code = self._call(partial(_put_copy, names[i], values[i]), deadline)
-                        answers[i] = client_of.was_put(code)
+                        answers[i] = was_put(code)
         return answers
 
     def _put_direct(self, names: list[str], values: list[Value], deadline: float) -> list[int]:
@@ -161,11 +405,11 @@ class MooncakeConnector(RemoteConnector):
                 for start in range(0, len(names), _AT_ONCE)
             ]
             if names and sum(failed) == len(names):
-                raise client_of.MooncakeError("no machine of the pool hands out its values")
+                raise MooncakeError("no machine of the pool hands out its values")
 
     def _get(self, names: Sequence[str], sinks: Sequence[ValueSink], deadline: float) -> int:
         """Read a few values; how many of them their machine did not hand out."""
-        found = self._call(lambda client: client_of.places(client, names), deadline)
+        found = self._call(lambda client: places(client, names), deadline)
         direct: list[tuple[int, Place, memoryview]] = []
         copied: list[tuple[int, Place]] = []
         for index, place in enumerate(found):
@@ -210,12 +454,12 @@ class MooncakeConnector(RemoteConnector):
 
             def read(client: MooncakeDistributedStore) -> tuple[list[int], list[Place | None]]:
                 codes = client.batch_get_into_multi_buffers(some, addresses, lengths)
-                return list(codes), client_of.places(client, some)
+                return list(codes), places(client, some)
 
             codes, after = self._transfer(read, deadline, keep)
             failed = 0
             for number, (index, place, memory) in enumerate(wanted):
-                is_whole = client_of.was_read(codes[number], place.size_bytes)
+                is_whole = was_read(codes[number], place.size_bytes)
                 failed += is_whole is None
                 if is_whole and after[number] == place:
                     _finish(sinks[index], slots.read(number), memory)
@@ -227,7 +471,7 @@ class MooncakeConnector(RemoteConnector):
         """See the interface."""
         with _as_store_errors("remove"):
             deadline = time.monotonic() + timeout_s
-            return self._call(lambda client: client_of.remove(client, names), deadline)
+            return self._call(lambda client: remove(client, names), deadline)
 
     def names(self, prefix: str, timeout_s: float) -> Iterator[str]:
         """See the interface. The client cannot list; the master's HTTP service can."""
@@ -244,7 +488,7 @@ class MooncakeConnector(RemoteConnector):
         """See the interface. Asks the master for a value that nobody has."""
         with _as_store_errors("ping"):
             self._call(
-                lambda client: client_of.present(client, ["kvkeep-ping"]),
+                lambda client: present(client, ["kvkeep-ping"]),
                 time.monotonic() + timeout_s,
             )
 
@@ -283,8 +527,8 @@ class MooncakeConnector(RemoteConnector):
 
 def _remove_present(names: list[str], client: MooncakeDistributedStore) -> None:
     """Remove those of these values that there are."""
-    there = client_of.present(client, names)
-    client_of.remove(client, [name for name, found in zip(names, there, strict=True) if found])
+    there = present(client, names)
+    remove(client, [name for name, found in zip(names, there, strict=True) if found])
 
 
 def _put_copy(name: str, value: Value, client: MooncakeDistributedStore) -> int:
@@ -296,7 +540,7 @@ def _put_copy(name: str, value: Value, client: MooncakeDistributedStore) -> int:
 def _read_copy(name: str, place: Place, client: MooncakeDistributedStore) -> bytes | None:
     """The value, through the client's own buffer; empty if it is gone, None if it cannot be had."""
     handle = client.get_buffer(name)
-    after = client_of.places(client, [name])[0]
+    after = places(client, [name])[0]
     if after != place:
         return b""
     return bytes(handle) if handle is not None and handle.size() == place.size_bytes else None

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvkeep.backends.remote.base import ConnectorOptions
-from kvkeep.config.store_url import RemoteURL
-from kvkeep.config.units import parse_size
+from kvkeep.config.base import RemoteURL, parse_size
 from kvkeep.errors import ConfigError
 
 DEFAULT_PORT = 50051

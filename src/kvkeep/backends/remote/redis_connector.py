@@ -25,21 +25,26 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from kvkeep.backends.io.pieces import PIECE_BYTES
 from kvkeep.backends.remote.base import (
     HEADER_BYTES,
+    TIER,
     ConnectorOptions,
     Refusal,
     RemoteConnector,
     Value,
     ValueSink,
 )
-from kvkeep.backends.remote.redis_pieces import PieceReader
 from kvkeep.backends.remote.redis_servers import open_servers
-from kvkeep.backends.remote.redis_wire import ErrorReply, RedisWire, command, set_command
-from kvkeep.backends.remote.reports import TIER
+from kvkeep.backends.remote.redis_wire import (
+    ErrorReply,
+    PieceReader,
+    RedisWire,
+    command,
+    set_command,
+)
+from kvkeep.backends.slow_tier import PIECE_BYTES
 from kvkeep.codec.frame import Buffer
-from kvkeep.config.store_url import RemoteURL
+from kvkeep.config.base import RemoteURL
 from kvkeep.errors import BackendError, BackendTimeoutError
 
 #: A string of Redis is never longer (its default of proto-max-bulk-len).

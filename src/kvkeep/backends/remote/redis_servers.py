@@ -24,7 +24,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from kvkeep.backends.remote.base import ConnectorOptions
-from kvkeep.config.store_url import RemoteURL
+from kvkeep.config.base import RemoteURL
 from kvkeep.errors import ConfigError
 
 _PORT, _SENTINEL_PORT = 6379, 26379

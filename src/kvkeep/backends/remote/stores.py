@@ -13,23 +13,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvkeep.backends.base import PutOutcome
-from kvkeep.backends.io.breaker import Breaker
-from kvkeep.backends.io.pool import IOPool, StoreJob
-from kvkeep.backends.remote.base import HEADER_BYTES, Refusal, Value
+from kvkeep.backends.io_pool import IOPool, StoreJob
+from kvkeep.backends.remote.base import (
+    HEADER_BYTES,
+    Refusal,
+    RemoteReports,
+    Value,
+    cause_of,
+    name_prefix,
+    value_name,
+)
 from kvkeep.backends.remote.calls import StoreCalls
-from kvkeep.backends.remote.chunk_value import ChunkValue
-from kvkeep.backends.remote.known import Claim, KnownChunks
-from kvkeep.backends.remote.load import fits
-from kvkeep.backends.remote.reports import RemoteReports, cause_of
-from kvkeep.backends.remote.value_names import name_prefix, value_name
+from kvkeep.backends.remote.loads import Claim, PresenceCache
+from kvkeep.backends.remote.values import ChunkValue, fits
+from kvkeep.backends.slow_tier import CircuitBreaker
 from kvkeep.codec.base import Codec
 from kvkeep.codec.frame import CHECKSUM_BYTES, ChunkMeta, FrameHeader
 from kvkeep.codec.names import encode_chunk
 from kvkeep.errors import BackendError, CodecError
-from kvkeep.keys import ChunkKey
-from kvkeep.memory.base import MemoryObj
-from kvkeep.memory.dtypes import dtype_name
-from kvkeep.memory.ownership import References
+from kvkeep.hashing import ChunkKey
+from kvkeep.memory.base import MemoryObj, References, dtype_name
 
 #: Most chunks of one request to the store, and most bytes of memory of those.
 MAX_GROUP, MAX_GROUP_BYTES = 4, 64 << 20
@@ -77,11 +80,11 @@ class RemoteStores:
     def __init__(
         self,
         calls: StoreCalls,
-        known: KnownChunks,
+        known: PresenceCache,
         rules: StoreRules,
         *,
         pool: IOPool,
-        breakers: tuple[Breaker, Breaker, Breaker],
+        breakers: tuple[CircuitBreaker, CircuitBreaker, CircuitBreaker],
         reports: RemoteReports,
     ) -> None:
         """Nothing is queued yet.

@@ -12,7 +12,7 @@ what a person uses; ``caches.py`` knows transformers' caches, ``arguments.py`` w
 asked for.
 """
 
-from kvkeep.connectors.hf.rows import CallReport, RowReport
+from kvkeep.connectors.hf.caches import CallReport, RowReport
 from kvkeep.connectors.hf.wrapper import KVKeepModel, attach
 
 __all__ = ["CallReport", "KVKeepModel", "RowReport", "attach"]

@@ -3,6 +3,19 @@
 transformers keeps, per layer, K and V as [rows, KV heads, tokens, head size] (``DynamicLayer``).
 kvkeep moves K and V as [tokens, KV heads, head size]; the functions here turn one view into the
 other without copying. Called from the thread that calls the model.
+
+Probe: a few tokens through a model, to see whether its KV is what its config promises.
+
+What is declared is tried before it is believed. Called once, when a model is attached, from the
+thread that calls the model.
+
+The prompts in a batch: where each row's tokens begin, and what a call found for each.
+
+Pure functions and values. In a batch of width W a row with n tokens looks like this, since models
+that decode are padded on the left:
+
+    column     0 ......... W-n-1 | W-n ................ W-1
+    content    padding           | token 0 ...... token n-1
 """
 
 from __future__ import annotations
@@ -14,10 +27,211 @@ from typing import Any
 
 import torch
 
-from kvkeep.connectors.hf.probe import Probe
-from kvkeep.connectors.hf.rows import PromptRow
 from kvkeep.errors import LayoutError
 from kvkeep.layout import DTYPE_SIZES, GroupLayout, KVLayout, MemoryFormat
+
+#: Columns of padding before the tokens of a probe.
+PADDING = 2
+
+
+class Probe:
+    """A few tokens, and what a model keeps of them."""
+
+    def __init__(self, model: Any, layout: KVLayout, *, takes_positions: bool) -> None:
+        """Choose the tokens.
+
+        Args:
+            model: the model.
+            layout: what its config promises.
+            takes_positions: its forward accepts ``position_ids``.
+        """
+        self._model = model
+        self._layout = layout
+        self._takes_positions = takes_positions
+        self._name = type(model).__name__
+        # A token count that differs from all other sizes, so that no two axes can be mistaken.
+        count = next(n for n in range(3, 7) if n not in (layout.num_kv_heads, layout.head_size))
+        pad = getattr(model.config, "pad_token_id", None)
+        tokens = [token for token in range(count + 2) if token != pad]
+        self._ids = torch.tensor([tokens[:count]], device=model.device)
+        self._other_ids = torch.tensor([[*tokens[: count - 1], tokens[count]]], device=model.device)
+
+    def run_all(self) -> Any:
+        """The cache that the model makes of the tokens; None if it makes none."""
+        return self._run(self._ids)
+
+    def check_shapes(self, cache: Any) -> None:
+        """Raise LayoutError if the cache is not as large as the config promises."""
+        layout, count = self._layout, self._ids.shape[1]
+        expected = (1, layout.num_kv_heads, count, layout.head_size)
+        for number, layer in enumerate(cache.layers):
+            for tensor in (layer.keys, layer.values):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                if tuple(tensor.shape) != expected or dtype != layout.dtype:
+                    raise LayoutError(
+                        f"layer {number} of {self._name} keeps {dtype} {tuple(tensor.shape)}, but "
+                        f"its config promises {layout.dtype} {expected}"
+                    )
+
+    def check_causal(self, cache: Any) -> None:
+        """Run the tokens in two parts, the second after the first, with another last token.
+
+        Raises:
+            LayoutError: the model does not go on after a cache, or the KV of a token depends on
+                later tokens.
+        """
+        try:
+            parted = self._run(self._other_ids[:, :1])
+            parted = self._run(self._other_ids[:, 1:], cache=parted)
+        except Exception as error:  # here the model's code begins, and it says what it cannot do
+            raise LayoutError(
+                f"{self._name} does not compute several tokens after a cache: {error}"
+            ) from error
+        if not _is_same(cache, parted, slice(0, -1), slice(0, -1)):
+            raise LayoutError(
+                f"the KV of a token does not belong to a prefix in {self._name}: its attention is "
+                "not causal, or it counts positions otherwise after a cache"
+            )
+
+    def takes_padding(self, cache: Any) -> bool:
+        """The KV of the tokens is the same behind padding, which a mask leaves out."""
+        width = PADDING + self._ids.shape[1]
+        ids = torch.cat([self._ids[:, :1]] * PADDING + [self._ids], dim=1)
+        mask = (torch.arange(width, device=ids.device) >= PADDING).long()[None]
+        try:
+            padded = self._run(ids, mask=mask)
+        except Exception:  # noqa: BLE001  the model's code
+            return False
+        return _is_same(cache, padded, slice(None), slice(PADDING, None))
+
+    def _run(
+        self, ids: torch.Tensor, *, cache: Any = None, mask: torch.Tensor | None = None
+    ) -> Any:
+        """The cache after a forward pass over ``ids``, without dropout in any mode."""
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True}
+        first = 0
+        if cache is not None:
+            inputs["past_key_values"] = cache
+            first = cache.get_seq_length()
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        if self._takes_positions and (cache is not None or mask is not None):
+            positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+            if mask is not None:
+                positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            inputs["position_ids"] = positions
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                return getattr(self._model(**inputs), "past_key_values", None)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _is_same(one: Any, other: Any, of_one: slice, of_other: slice) -> bool:
+    """Columns of two caches hold the same KV, but for rounding."""
+    for left, right in zip(one.layers, other.layers, strict=True):
+        for a, b in ((left.keys, right.keys), (left.values, right.values)):
+            expected, found = a[:, :, of_one].float(), b[:, :, of_other].float()
+            tolerance = max(1e-3, 4 * torch.finfo(a.dtype).eps)
+            if bool((expected - found).norm() > tolerance * expected.norm()):
+                return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One prompt of a batch.
+
+    Attributes:
+        index: row in the batch.
+        padding: columns of padding before the first token.
+        tokens: int64 [n] on the CPU, at least one.
+    """
+
+    index: int
+    padding: int
+    tokens: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, without padding."""
+        return int(self.tokens.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class RowReport:
+    """What a call did for one prompt.
+
+    Attributes:
+        num_tokens: tokens of the prompt, without padding.
+        num_found: leading tokens whose KV was found.
+        num_loaded: leading tokens whose KV was used instead of computed; at most ``num_tokens -
+            1``, since the last token is always computed.
+        num_stored: tokens of the prompt that are stored now, as one run from its start.
+    """
+
+    num_tokens: int
+    num_found: int
+    num_loaded: int
+    num_stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallReport:
+    """What a call of generate did.
+
+    Attributes:
+        rows: one report per prompt, in the order of the batch.
+        load_s: seconds spent in looking up and loading.
+        prefill_s: seconds spent in computing what was not found, but for the last token.
+        store_s: seconds spent in storing.
+    """
+
+    rows: Sequence[RowReport]
+    load_s: float
+    prefill_s: float
+    store_s: float
+
+    @property
+    def num_found(self) -> int:
+        """Tokens found over all rows."""
+        return sum(row.num_found for row in self.rows)
+
+
+def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[PromptRow]:
+    """Take the padding off each row.
+
+    Args:
+        input_ids: integers [rows, width].
+        attention_mask: integers of the same shape, 0 at padding.
+
+    Raises:
+        ValueError: the shapes differ, a row is empty, padded on the right or has holes.
+    """
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has the shape {tuple(attention_mask.shape)}, but input_ids has "
+            f"{tuple(input_ids.shape)}"
+        )
+    ids = input_ids.detach().to("cpu", torch.long)
+    present = attention_mask.detach().to("cpu") != 0
+    width = ids.shape[1]
+    rows: list[PromptRow] = []
+    for index in range(ids.shape[0]):
+        count = int(present[index].sum())
+        if count == 0:
+            raise ValueError(f"row {index} of the batch is nothing but padding")
+        if not bool(present[index, width - count :].all()):
+            raise ValueError(
+                f"row {index} of the batch is padded on the right or has holes in its attention "
+                "mask; pad on the left (padding_side='left')"
+            )
+        rows.append(PromptRow(index, width - count, ids[index, width - count :]))
+    return rows
+
 
 #: RoPE kinds whose rotation of a token depends on how long the whole prompt is.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")

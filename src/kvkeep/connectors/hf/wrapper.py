@@ -22,25 +22,28 @@ from typing import Any
 import torch
 
 from kvkeep.config import Settings, load_settings
-from kvkeep.config.engines import given_for_vllm
+from kvkeep.config.settings import given_for_vllm
 from kvkeep.connectors.hf.arguments import GenerateCall, check_call
 from kvkeep.connectors.hf.caches import (
+    CallReport,
     LayerPair,
     ModelCaches,
+    PromptRow,
+    RowReport,
     declare_caches,
     fill_cache,
     join_rows,
     new_cache,
     row_pairs,
+    split_rows,
 )
-from kvkeep.connectors.hf.fingerprint import ModelWeights, refuse_adapters, refuse_hooks
-from kvkeep.connectors.hf.rows import CallReport, PromptRow, RowReport, split_rows
-from kvkeep.engine import CacheEngine
+from kvkeep.connectors.hf.identity import ModelWeights, refuse_adapters, refuse_hooks
+from kvkeep.engine.build import CacheManager
+from kvkeep.engine.engine import CacheEngine
 from kvkeep.errors import LayoutError, MissingExtraError
 from kvkeep.gpu.dense import DenseGPUConnector
 from kvkeep.identity import CacheIdentity
-from kvkeep.manager import CacheManager
-from kvkeep.memory.sizing import WorkerPlace
+from kvkeep.memory.placement import WorkerPlace
 from kvkeep.tokens import RequestScope
 
 _log = logging.getLogger(__name__)

@@ -4,6 +4,11 @@ It only forwards vLLM's hooks to :class:`SchedulerSide` and :class:`WorkerSide`.
 top of a task: what goes wrong in kvkeep is counted, logged and a miss, and the engine goes on. A
 model or layout that kvkeep cannot keep switches it off, with the reason in the log. Only a wrong
 setting is an error, at the engine's start.
+
+share_log: what kvkeep says below the connector appears where vLLM's own log does.
+
+vLLM configures its logger alone, so what other loggers say is dropped, or shown bare without time
+and level if it is a warning. Called by the connector in each of its processes, by one thread.
 """
 
 from __future__ import annotations
@@ -26,13 +31,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvkeep.config import Settings
-from kvkeep.connectors.vllm.build import build_scheduler, build_worker
-from kvkeep.connectors.vllm.layout import block_size_of
-from kvkeep.connectors.vllm.metadata import SaveSpec, StepMeta, WorkerMeta
-from kvkeep.connectors.vllm.place import stores_on_first_rank_only
+from kvkeep.connectors.vllm.build import (
+    build_scheduler,
+    build_worker,
+    check_codecs,
+    engine_settings,
+)
+from kvkeep.connectors.vllm.identity import block_size_of, stores_on_first_rank_only
+from kvkeep.connectors.vllm.messages import SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.scheduler import SchedulerSide
-from kvkeep.connectors.vllm.settings import check_codecs, engine_settings
-from kvkeep.connectors.vllm.showing import share_log
 from kvkeep.connectors.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.connectors.vllm.worker import WorkerSide
 from kvkeep.errors import KVKeepError, LayoutError
@@ -48,6 +55,22 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+def share_log() -> None:
+    """Hand kvkeep's log to vLLM's handlers, unless somebody shows it already.
+
+    Somebody is a handler of the logger ``kvkeep`` or of the root, as ``VLLM_LOGGING_CONFIG_PATH``
+    or the program around vLLM may set. A second call does nothing.
+    """
+    ours, theirs = logging.getLogger("kvkeep"), logging.getLogger("vllm")
+    if ours.hasHandlers() or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.getEffectiveLevel())
+
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
 

@@ -4,7 +4,7 @@ Scheduler process only, from the scheduler's thread. It holds no KV: it asks the
 servers.
 
 ``match`` asks for each waiting request, ``allocated`` turns what was found into a load, and
-``plan_saves`` lets go of what was found and then not used (:mod:`kvkeep.connectors.vllm.asking` has
+``plan_saves`` lets go of what was found and then not used (``lookup_tracker.py`` has
 the details). Once a load was planned, its lease belongs to the worker, which claims it when it
 carries the load out.
 
@@ -15,6 +15,8 @@ On the tokens of a request whose chunks 0 and 1 are stored::
     found    |-----------------|
     load              |--------|                 at most to the last token but one
     save                       |--------|        once the step has computed it
+
+hit_sources: where found tokens were, in the words of vLLM's metrics. A pure function.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvkeep.connectors.vllm.asking import Asking
-from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
-from kvkeep.connectors.vllm.requests import LoraNames, TrackedRequest, scope_of
-from kvkeep.connectors.vllm.sources import hit_sources
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvkeep.connectors.vllm.lookup_tracker import LookupTracker
+from kvkeep.connectors.vllm.messages import LoadSpec, SaveSpec, StepMeta, WorkerMeta
+from kvkeep.connectors.vllm.request import LoraNames, TrackedRequest, scope_of
+from kvkeep.engine.results import FoundTokens
 from kvkeep.errors import LookupServiceError
 from kvkeep.lookup.client import LookupClient
 from kvkeep.tokens import PLAIN, RequestScope
@@ -36,8 +40,29 @@ from kvkeep.tokens import PLAIN, RequestScope
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import Request
+
+_SOURCES = {"LocalCPUBackend": CacheHitSource.HOST, "LocalDiskBackend": CacheHitSource.DISK}
+
+
+def hit_sources(found: FoundTokens, start: int, num_tokens: int) -> dict[CacheHitSource, int]:
+    """Tokens [start, start + num_tokens) of what a lookup found, by vLLM's sources.
+
+    A tier that vLLM has no word for (a remote store, a plugin) is EXTERNAL_UNSPECIFIED, and so is
+    what was not found at all.
+    """
+    sources: dict[CacheHitSource, int] = {}
+    left = num_tokens
+    for sign, tiers in ((1, found.first(start + num_tokens).tiers), (-1, found.first(start).tiers)):
+        for tier, count in tiers:
+            source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            sources[source] = sources.get(source, 0) + sign * count
+            left -= sign * count
+    if left > 0:
+        unknown = CacheHitSource.EXTERNAL_UNSPECIFIED
+        sources[unknown] = sources.get(unknown, 0) + left
+    return {source: count for source, count in sources.items() if count}
+
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
 
@@ -86,7 +111,7 @@ class SchedulerSide:
         self._client = client
         self._options = options
         self._loras = LoraNames(options.adapter_settings)
-        self._asking = Asking(client, prefetches=options.prefetches, hold_s=options.hold_s)
+        self._asking = LookupTracker(client, prefetches=options.prefetches, hold_s=options.hold_s)
         self._tracked: dict[str, TrackedRequest] = {}
         self._loads: list[LoadSpec] = []
         self._known_failures: dict[int, int] = {}

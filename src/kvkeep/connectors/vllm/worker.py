@@ -3,33 +3,259 @@
 Worker process only. ``load`` and ``save`` are called from the engine's thread; lookups arrive on
 the lookup server's own thread meanwhile. Nothing here raises for what the cache cannot do: a load
 that fails is reported block by block, a save that fails is counted.
+
+BackgroundLoads: loads that run between a worker's steps instead of before one.
+
+One thread, in the order in which the loads were planned, so that all ranks load in one order. Every
+load that was handed in comes out again once, whatever becomes of it: vLLM waits for that.
+
+Cores: which processor cores a worker's threads may use.
+
+On the CPU, vLLM binds the worker's own thread to one core and its others to one each, and a thread
+starts with the cores of the one that starts it. So kvkeep's threads would all share one core with
+the engine's, which spins there while it waits. Threads that are started within ``all_of_them`` may
+use every core that the engine gave this worker, and so may the engine's thread until it has ended.
+
+StepClock: how long the engine computes prompts, step by step. Engine's thread only.
+
+CountedResets: the engine as the lookup server sees it, with a count of how often it was cleared.
+
+Worker process only; called from the lookup server's threads, the count from the engine's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvkeep.connectors.vllm.background import BackgroundLoads
-from kvkeep.connectors.vllm.cores import Cores
-from kvkeep.connectors.vllm.counted_resets import CountedResets
-from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
+from kvkeep.connectors.vllm.messages import LoadSpec, SaveSpec, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.stats import KVKeepStats, StepStats
-from kvkeep.connectors.vllm.step_clock import StepClock
+from kvkeep.engine.build import CacheManager
+from kvkeep.engine.engine import CacheEngine, CheckReport
+from kvkeep.engine.results import FoundTokens
 from kvkeep.errors import KVKeepError
 from kvkeep.gpu.base import SKIP_SLOT
+from kvkeep.hashing import TOKEN_BYTES
 from kvkeep.identity import CacheIdentity
-from kvkeep.keys import TOKEN_BYTES
 from kvkeep.lookup.server import LookupServer
-from kvkeep.manager import CacheManager
+from kvkeep.tokens import RequestScope
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that it is shown
+
+#: How long closing waits for a load that is under way.
+CLOSE_TIMEOUT_S = 10.0
+
+
+class BackgroundLoads:
+    """A thread for loads; it starts with the first one."""
+
+    def __init__(self, load: Callable[[LoadSpec], int]) -> None:
+        """No thread yet.
+
+        Args:
+            load: carries a load out, and returns the token up to which all is there. Must not
+                raise.
+        """
+        self._load = load
+        self._wake = threading.Condition()
+        self._waiting: deque[LoadSpec] = deque()  # guarded by _wake
+        self._done: list[tuple[LoadSpec, int]] = []  # guarded by _wake
+        self._closed = False  # guarded by _wake
+        self._thread: threading.Thread | None = None  # guarded by _wake
+
+    def submit(self, spec: LoadSpec) -> bool:
+        """Queue a load.
+
+        Returns:
+            False if it is over at once, with nothing loaded: after the close, or where the system
+            has no thread to give. Its lease is the caller's then.
+        """
+        with self._wake:
+            if self._closed or not self._has_thread_locked():
+                self._done.append((spec, spec.start))
+                return False
+            self._waiting.append(spec)
+            self._wake.notify()
+            return True
+
+    def _has_thread_locked(self) -> bool:
+        """There is a thread, or one could be started."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="kvkeep-load", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("no thread for loads between steps: %s", error)
+                return False
+            self._thread = thread
+        return True
+
+    def take_done(self) -> list[tuple[LoadSpec, int]]:
+        """Loads that have ended since the last call, and the token up to which all is there."""
+        with self._wake:
+            done, self._done = self._done, []
+            return done
+
+    def close(self) -> None:
+        """End the load under way and drop the others; a second call does nothing."""
+        with self._wake:
+            self._closed = True
+            self._done += [(spec, spec.start) for spec in self._waiting]
+            self._waiting.clear()
+            self._wake.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        """The thread."""
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                spec = self._waiting.popleft()
+            loaded_to = self._load(spec)
+            with self._wake:
+                self._done.append((spec, loaded_to))
+
+
+_THREADS = Path("/proc/self/task")
+
+
+class Cores:
+    """The cores of this process's threads, taken when it is made. Engine's thread only."""
+
+    def __init__(self) -> None:
+        """Look at the threads that there are; without ``sched_getaffinity`` there is one set."""
+        self._own: set[int] = set()
+        self._all: set[int] = set()
+        if hasattr(os, "sched_getaffinity"):
+            self._own = self._all = os.sched_getaffinity(0)
+            for thread in _THREADS.iterdir() if _THREADS.exists() else ():
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    self._all = self._all | os.sched_getaffinity(int(thread.name))
+
+    @contextlib.contextmanager
+    def all_of_them(self) -> Iterator[None]:
+        """Let this thread, and those that it starts, use all of the worker's cores."""
+        if self._own == self._all:
+            yield
+            return
+        _bind(self._all)
+        try:
+            yield
+        finally:
+            _bind(self._own)
+
+
+def _bind(cores: set[int]) -> None:
+    with contextlib.suppress(OSError):  # they were taken away: a load must not fail for that
+        os.sched_setaffinity(0, cores)
+
+
+class CountedResets:
+    """Passes questions on to the engine."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        """Nothing was cleared yet."""
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._num_resets = 0  # guarded by _lock
+
+    @property
+    def num_resets(self) -> int:
+        """How often all tiers were cleared."""
+        with self._lock:
+            return self._num_resets
+
+    def lookup(
+        self,
+        tokens: object,
+        *,
+        lookup_id: str | None,
+        pin: bool,
+        scope: RequestScope,
+        counted: bool,
+    ) -> int:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.lookup`."""
+        return self._engine.lookup(
+            tokens, lookup_id=lookup_id, pin=pin, scope=scope, counted=counted
+        )
+
+    def async_lookup(
+        self, tokens: object, *, lookup_id: str, scope: RequestScope, counted: bool
+    ) -> Future[FoundTokens]:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.async_lookup`."""
+        return self._engine.async_lookup(tokens, lookup_id=lookup_id, scope=scope, counted=counted)
+
+    def lookup_unpin(self, lookup_id: str) -> object:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.lookup_unpin`."""
+        return self._engine.lookup_unpin(lookup_id)
+
+    def lookup_keep(self, lookup_id: str, num_tokens: int) -> None:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.lookup_keep`."""
+        self._engine.lookup_keep(lookup_id, num_tokens)
+
+    def check(self) -> CheckReport:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.check`."""
+        return self._engine.check()
+
+    def clear(self, locations: Collection[str] | None = None) -> int:
+        """See :meth:`kvkeep.engine.engine.CacheEngine.clear`."""
+        if locations is None:
+            with self._lock:
+                self._num_resets += 1  # first: a save that starts now must not outlive the reset
+        return self._engine.clear(locations)
+
+
+class StepClock:
+    """Measures from the end of a step's loads to the end of its forward pass."""
+
+    def __init__(self, note: Callable[[int, float], None], *, runs_ahead: bool) -> None:
+        """No step has begun.
+
+        Args:
+            note: called with the tokens of prompts that a step computed, and its seconds.
+            runs_ahead: the device computes behind the thread, so only what is copied out of it
+                waits for the forward pass; steps without saves are then not measured.
+        """
+        self._note = note
+        self._runs_ahead = runs_ahead
+        self._started: float | None = None
+
+    def loads_ended(self) -> None:
+        """The forward pass begins."""
+        self._started = time.perf_counter()
+
+    def pass_ended(self, meta: StepMeta) -> None:
+        """The engine's thread is through with the forward pass."""
+        if not self._runs_ahead:
+            self._take(meta)
+
+    def saves_ended(self, meta: StepMeta) -> None:
+        """What the step has completed was copied out."""
+        if self._runs_ahead and meta.saves:
+            self._take(meta)
+
+    def _take(self, meta: StepMeta) -> None:
+        if self._started is not None and meta.prefill_tokens:
+            self._note(meta.prefill_tokens, time.perf_counter() - self._started)
+        self._started = None
+
+
+# a child of vLLM's, so that it is shown
 
 
 class WorkerSide:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.connectors.hf.rows import CallReport, RowReport, split_rows
+from kvkeep.connectors.hf.caches import CallReport, RowReport, split_rows
 
 
 @given(

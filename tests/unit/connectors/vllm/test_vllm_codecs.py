@@ -7,9 +7,9 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvkeep.config import load_settings
-from kvkeep.connectors.vllm.metadata import SaveSpec, StepMeta
-from kvkeep.connectors.vllm.settings import check_codecs
-from kvkeep.connectors.vllm.step_clock import StepClock
+from kvkeep.connectors.vllm.build import check_codecs
+from kvkeep.connectors.vllm.messages import SaveSpec, StepMeta
+from kvkeep.connectors.vllm.worker import StepClock
 from kvkeep.errors import ConfigError
 from kvkeep.tokens import PLAIN
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvkeep.connectors.vllm.cores import Cores
+from kvkeep.connectors.vllm.worker import Cores
 
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
 

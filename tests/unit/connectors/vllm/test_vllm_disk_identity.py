@@ -11,15 +11,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvkeep.backends.local_cpu import LocalCPUBackend
 from kvkeep.config import IdentitySettings
-from kvkeep.connectors.vllm.identity import worker_identity
-from kvkeep.connectors.vllm.layout import declare_layout
+from kvkeep.connectors.vllm.identity import declare_layout, worker_identity
 from kvkeep.layout import MemoryFormat
+from kvkeep.memory.base import References
 from kvkeep.memory.factory import initialize_allocator
-from kvkeep.memory.ownership import References
 from kvkeep.metrics import Metrics
-from kvkeep.policy.lru import LRUPolicy
-from kvkeep.testing.disk import make_disk
+from kvkeep.policy.classic import LRUPolicy
 from kvkeep.tokens import ChunkedTokenDatabase
+from support.disk import make_disk
 
 LAYERS = ["model.layers.0.attn", "model.layers.1.attn"]
 TOKENS = list(range(200, 300))

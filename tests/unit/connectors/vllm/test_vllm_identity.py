@@ -20,10 +20,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvkeep.config import IdentitySettings, Settings
-from kvkeep.connectors.vllm import KVKeepConnector, identity, layout
-from kvkeep.connectors.vllm.identity import fingerprint_files, worker_identity
-from kvkeep.connectors.vllm.layout import check_supported, declare_layout, engine_text
-from kvkeep.connectors.vllm.settings import engine_settings, socket_paths
+from kvkeep.connectors.vllm import KVKeepConnector, identity
+from kvkeep.connectors.vllm import identity as layout
+from kvkeep.connectors.vllm.build import engine_settings, socket_paths
+from kvkeep.connectors.vllm.identity import (
+    check_supported,
+    declare_layout,
+    engine_text,
+    fingerprint_files,
+    worker_identity,
+)
 from kvkeep.errors import ConfigError, IdentityError, LayoutError, LookupServiceError
 
 LAYERS = ["model.layers.0.attn", "model.layers.1.attn"]

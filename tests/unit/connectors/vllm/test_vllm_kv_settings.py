@@ -9,9 +9,13 @@ from vllm.config import ModelConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 
-from kvkeep.connectors.vllm import kv_settings
-from kvkeep.connectors.vllm.identity import config_digest, weights_revision
-from kvkeep.connectors.vllm.kv_settings import adapter_facts, are_inputs_hashed
+from kvkeep.connectors.vllm import identity
+from kvkeep.connectors.vllm.identity import (
+    adapter_facts,
+    are_inputs_hashed,
+    config_digest,
+    weights_revision,
+)
 from kvkeep.errors import IdentityError
 
 #: What KV does not depend on, or what stands in the identity by itself.
@@ -102,9 +106,9 @@ LONG_ROPE = {
 @pytest.mark.parametrize(
     ("config", "named", "others"),
     [
-        (ModelConfig, kv_settings.MODEL_FIELDS, OTHER_MODEL_FIELDS),
-        (MultiModalConfig, kv_settings.INPUT_FIELDS, OTHER_INPUT_FIELDS),
-        (LoRAConfig, kv_settings.ADAPTER_FIELDS, OTHER_ADAPTER_FIELDS),
+        (ModelConfig, identity.MODEL_FIELDS, OTHER_MODEL_FIELDS),
+        (MultiModalConfig, identity.INPUT_FIELDS, OTHER_INPUT_FIELDS),
+        (LoRAConfig, identity.ADAPTER_FIELDS, OTHER_ADAPTER_FIELDS),
     ],
     ids=["model", "inputs", "adapters"],
 )
@@ -115,7 +119,7 @@ def test_every_setting_is_in_the_identity_or_known_not_to_matter(config, named, 
     assert fields - set(named) == others
 
 
-@pytest.mark.parametrize("field", kv_settings.MODEL_FIELDS)
+@pytest.mark.parametrize("field", identity.MODEL_FIELDS)
 def test_fault_9_how_the_model_is_made(field, engine_config):
     """Fault 9: the same weights, quantised otherwise while they are loaded, say."""
     config = engine_config()
@@ -124,7 +128,7 @@ def test_fault_9_how_the_model_is_made(field, engine_config):
     assert config_digest(config) != before
 
 
-@pytest.mark.parametrize("field", kv_settings.INPUT_FIELDS)
+@pytest.mark.parametrize("field", identity.INPUT_FIELDS)
 def test_fault_9_how_images_are_read(field, engine_config):
     """Fault 9: vLLM's hash of an image says nothing of the engine's own processor settings."""
     config = engine_config()

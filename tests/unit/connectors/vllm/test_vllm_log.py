@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvkeep.connectors.vllm.showing import share_log
+from kvkeep.connectors.vllm.connector import share_log
 from kvkeep.logs import json_logs
 
 
@@ -37,8 +37,8 @@ def test_what_the_core_says_stands_in_vllms_log_once():
     with shown() as text:
         share_log()
         share_log()
-        logging.getLogger("kvkeep.manager").info("pool: 5 GB")
-        logging.getLogger("kvkeep.manager").debug("no word of this")
+        logging.getLogger("kvkeep.engine.build").info("pool: 5 GB")
+        logging.getLogger("kvkeep.engine.build").debug("no word of this")
     assert text.getvalue() == "INFO pool: 5 GB\n"
 
 
@@ -55,8 +55,8 @@ def test_json_lines_stand_alone(capsys):
     with shown() as text:
         share_log()
         with json_logs():
-            logging.getLogger("kvkeep.manager").warning("as JSON")
+            logging.getLogger("kvkeep.engine.build").warning("as JSON")
             logging.getLogger("vllm.kvkeep.connectors").warning("this, too")
-        logging.getLogger("kvkeep.manager").warning("as text again")
+        logging.getLogger("kvkeep.engine.build").warning("as text again")
     assert text.getvalue() == "WARNING as text again\n"
     assert len(capsys.readouterr().err.splitlines()) == 2

@@ -15,11 +15,11 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvkeep.connectors.vllm import KVKeepConnector
-from kvkeep.connectors.vllm.sources import hit_sources
+from kvkeep.connectors.vllm.scheduler import hit_sources
 from kvkeep.connectors.vllm.stats import KVKeepStats, StepStats
+from kvkeep.engine.results import FoundTokens
 from kvkeep.metrics import Metrics
 from kvkeep.metrics.catalogue import CATALOGUE
-from kvkeep.results import FoundTokens
 
 PROMPT = list(range(40))
 CPU, DISK = "LocalCPUBackend", "LocalDiskBackend"

@@ -10,8 +10,8 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from kvkeep.connectors.vllm import requests
-from kvkeep.connectors.vllm.requests import LoraNames, scope_of
+from kvkeep.connectors.vllm import request as requests
+from kvkeep.connectors.vllm.request import LoraNames, scope_of
 
 PROMPT = [(7 * i) % 50 for i in range(40)]
 HASH = "0123456789abcdef" * 4

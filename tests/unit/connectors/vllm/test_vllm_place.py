@@ -12,9 +12,9 @@ pytest.importorskip("vllm")
 from vllm.config import ParallelConfig
 
 from kvkeep.config import load_settings
-from kvkeep.connectors.vllm.place import stores_on_first_rank_only, worker_place
+from kvkeep.connectors.vllm.identity import stores_on_first_rank_only, worker_place
 from kvkeep.errors import ConfigError
-from kvkeep.memory.sizing import WorkerPlace
+from kvkeep.memory.placement import WorkerPlace
 
 
 def config_of(*, use_mla: bool = False, num_machines: int = 1, **parallel: object):

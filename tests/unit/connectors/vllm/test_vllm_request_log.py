@@ -6,7 +6,7 @@ import logging
 
 from vllm.entrypoints.serve.utils import request_logger
 
-from kvkeep.replay.formats import read_workload
+from kvkeep.replay.trace import read_workload
 
 
 def test_what_vllm_s_own_logger_writes_is_read(tmp_path, monkeypatch):

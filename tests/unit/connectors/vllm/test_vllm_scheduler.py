@@ -13,8 +13,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from kvkeep.connectors.vllm import KVKeepConnector
-from kvkeep.connectors.vllm.metadata import LoadSpec, SaveSpec, StepMeta, WorkerMeta
-from kvkeep.connectors.vllm.requests import LoraNames, scope_of
+from kvkeep.connectors.vllm.messages import LoadSpec, SaveSpec, StepMeta, WorkerMeta
+from kvkeep.connectors.vllm.request import LoraNames, scope_of
 from kvkeep.connectors.vllm.stats import KVKeepStats, StepStats
 from kvkeep.connectors.vllm.worker import load_slots
 from kvkeep.testing.chunks import wait_until

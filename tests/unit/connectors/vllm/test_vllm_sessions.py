@@ -8,7 +8,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
-from kvkeep.connectors.vllm.requests import LoraNames, scope_of
+from kvkeep.connectors.vllm.request import LoraNames, scope_of
 
 PROMPT = [(7 * i) % 50 for i in range(40)]
 TURN = [(3 * i + 1) % 50 for i in range(24)]

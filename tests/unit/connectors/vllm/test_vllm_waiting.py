@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvkeep.connectors.vllm import asking
-from kvkeep.connectors.vllm.background import BackgroundLoads
-from kvkeep.connectors.vllm.metadata import LoadSpec, WorkerMeta
+from kvkeep.connectors.vllm import lookup_tracker
+from kvkeep.connectors.vllm.messages import LoadSpec, WorkerMeta
+from kvkeep.connectors.vllm.worker import BackgroundLoads
 from kvkeep.testing.chunks import wait_until
-from kvkeep.testing.slow import SlowBackend
+from kvkeep.testing.faulty import SlowBackend
 from kvkeep.tokens import PLAIN
 
 PROMPT = [(7 * i) % 50 for i in range(40)]
@@ -21,7 +21,7 @@ OTHER = [(11 * i + 3) % 50 for i in range(40)]
 CPU, SLOW = "LocalCPUBackend", "SlowBackend"
 #: The toy model computes so quickly that loading from anywhere would never pay.
 SLOW_TIER = {
-    "plugins": [{"name": SLOW, "module": "kvkeep.testing.slow:SlowBackend"}],
+    "plugins": [{"name": SLOW, "module": "kvkeep.testing.faulty:SlowBackend"}],
     "cost.enabled": False,
     "cpu.alloc_timeout": "50ms",
 }
@@ -214,7 +214,7 @@ def test_an_early_answer_is_not_relied_upon_when_its_lease_may_be_over(toy_engin
     side = engine.connector._scheduler
     [question] = side._asking._questions.values()
     now = time.monotonic
-    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: now() + 1000.0))
+    monkeypatch.setattr(lookup_tracker, "time", SimpleNamespace(monotonic=lambda: now() + 1000.0))
     assert engine.engine.lookup_unpin(question.lookup_id), "the worker takes it back"
     engine.engine.clear()
     engine.run_all()
@@ -224,7 +224,7 @@ def test_an_early_answer_is_not_relied_upon_when_its_lease_may_be_over(toy_engin
 
 
 def test_only_a_few_are_asked_about_early(toy_engine, monkeypatch):
-    monkeypatch.setattr(asking, "MAX_EARLY", 2)
+    monkeypatch.setattr(lookup_tracker, "MAX_EARLY", 2)
     engine = toy_engine(extra=SLOW_TIER, max_num_seqs=1)
     store_slowly(engine, PROMPT)
     slow_of(engine).gate.clear()
@@ -277,7 +277,7 @@ def test_what_is_in_memory_is_loaded_in_the_first_step(toy_engine):
 
 def test_what_is_nowhere_is_computed(toy_engine, monkeypatch):
     """The slow tier says so at once, and the request runs in its first step."""
-    monkeypatch.setattr(asking, "GRACE_S", 10.0)
+    monkeypatch.setattr(lookup_tracker, "GRACE_S", 10.0)
     engine = toy_engine(extra=SLOW_TIER)
     engine.add("a", PROMPT)
     engine.schedule()
@@ -388,11 +388,11 @@ def test_an_engine_with_nothing_to_do_waits_for_a_word(waiting, monkeypatch):
         steps(engine, 1)
     waits.clear()
     steps(engine, 6)
-    assert asking.IDLE_WAIT_S not in waits
+    assert lookup_tracker.IDLE_WAIT_S not in waits
     while not engine.requests["busy"].is_finished():
         steps(engine, 1)
     steps(engine, 6)
-    assert waits.count(asking.IDLE_WAIT_S) >= 2
+    assert waits.count(lookup_tracker.IDLE_WAIT_S) >= 2
     slow_of(engine).gate.set()
     engine.run_all()
     engine.finish()
@@ -400,7 +400,7 @@ def test_an_engine_with_nothing_to_do_waits_for_a_word(waiting, monkeypatch):
 
 def test_an_engine_with_nothing_to_do_loads_in_the_step_of_the_answer(waiting, monkeypatch):
     """It does not go round, in which an answer that has come would not be seen."""
-    monkeypatch.setattr(asking, "IDLE_WAIT_S", 60.0)
+    monkeypatch.setattr(lookup_tracker, "IDLE_WAIT_S", 60.0)
     engine = waiting()
     opening = threading.Timer(0.1, slow_of(engine).gate.set)
     opening.start()
@@ -415,7 +415,7 @@ def test_an_engine_with_nothing_to_do_loads_in_the_step_of_the_answer(waiting, m
 
 def test_no_step_waits_for_one_request_while_another_has_its_turn(waiting, monkeypatch):
     """Not even as little as an idle engine would."""
-    monkeypatch.setattr(asking, "IDLE_WAIT_S", 60.0)
+    monkeypatch.setattr(lookup_tracker, "IDLE_WAIT_S", 60.0)
     engine = waiting()
     engine.add("slow", PROMPT)
     engine.add("quick", OTHER, max_tokens=3)

@@ -403,7 +403,7 @@ class ToyEngine:
 
     def check_stored(self) -> None:
         """Whatever can still be found of any prompt is the KV of exactly its tokens."""
-        from kvkeep.connectors.vllm.requests import LoraNames, scope_of
+        from kvkeep.connectors.vllm.request import LoraNames, scope_of
 
         for req_id, request in self.requests.items():
             truth = self.truths[req_id]

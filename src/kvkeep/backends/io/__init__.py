@@ -1,1 +1,0 @@
-"""What the tiers on slow media share: threads with queues, a breaker, and how data is cut."""
