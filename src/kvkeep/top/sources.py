@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.errors import ConfigError, LookupServiceError
 from kvkeep.lookup.sockets import check_private, is_listened_on
@@ -23,6 +23,9 @@ from kvkeep.top.rates import Sample, series_of_snapshot, series_of_text
 
 #: Longest page of a metrics endpoint that is read.
 _MAX_PAGE_BYTES = 16 << 20
+
+if TYPE_CHECKING:
+    from kvkeep.lookup.client import LookupClient
 
 
 class Source(Protocol):
